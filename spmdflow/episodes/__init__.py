@@ -9,9 +9,18 @@ the fields and the limits.
 | file | thread or process | does |
 |---|---|---|
 | run | the compute lane | steps the generator with the requests of all episodes until they end |
-| endpoint | a thread with an event loop | HTTP on loopback: finds the episode, limits, answers |
+| endpoint | a thread with an event loop | finds the episode of a request, has it answered |
+| generation | the same | one reply from its request to its answer; streams it |
+| http | the same | HTTP over one connection, by h11: bodies, streams, limits on time |
 | connections | the same | which connections are open, their owners, and which must be closed |
-| fields | the same | fields of a request, and the answer in OpenAI's form |
+| ask | the same | the one internal form of requests and replies; what is refused |
+| dialect | the same | what a dialect is; events of a stream |
+| fields | the same | the dialect of chat completions and completions (OpenAI) |
+| responses | the same | the dialect of Responses (OpenAI) |
+| messages | the same | the dialect of Messages (Anthropic) |
+| guided | the same | replies of a given form: JSON of a schema, calls |
+| partial | the same | which text of a reply can be shown before it is complete |
+| ids | the same | ids of replies and calls, equal in a repeated run |
 | conversation | the same | messages -> token ids that extend the recorded ones; the chat template |
 | message_form | the same | the form of messages that a chat template takes; marks of thoughts |
 | reply | the same | sampled tokens -> message: thought, text and tool calls |

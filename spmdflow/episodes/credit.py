@@ -15,6 +15,7 @@ and scores of tokens at each of its tokens.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ def credit_segments(
 ) -> list[CreditedSegment]:
     """Return the trained segments of an episode with their rewards, in the order of last replies.
 
-    turn_of_reply: number of the turn of each reply's id. parts: see `parts.parts_of`. DataError for
-    a key that is neither a name nor the id of a reply, for another number of token scores than the
-    reply has tokens, and for scores of segments that the rule `episode` would ignore.
+    turn_of_reply: number of the turn of each reply's name. parts: see `parts.parts_of`. DataError
+    for a key that is neither a name nor the id of a reply, for another number of token scores than
+    the reply has tokens, and for scores of segments that the rule `episode` would ignore.
     """
     if rule.name == "episode" and parts.get("segment_scores"):
         raise DataError.of(
@@ -155,7 +156,7 @@ def _locate_reply(
 
     DataError if no reply of the episode has this id.
     """
-    turn = turn_of_reply.get(key)
+    turn = turn_of_reply.get(re.split("[-_]", key)[-1])  # dialects write chatcmpl-NAME, resp_NAME
     for segment in segments:
         for reply in segment.replies:
             if reply.turn == turn:

@@ -1,12 +1,15 @@
 """The endpoint of a rank: HTTP on loopback, in a thread with its own event loop.
 
-    http://127.0.0.1:PORT/episodes/ID/v1/chat/completions   also /completions, /models
+    http://127.0.0.1:PORT/episodes/ID/v1/chat/completions   also /responses, /messages, ...
 
 The system chooses the port. An episode's id is random and valid until the episode ends. Its key is
 a second random value; if a request has a key, it must be that of the episode. Limits: size of a
-request; connections, pending requests and refused requests of one episode; number and time of
-connections that have not named an episode. An unexpected error is logged, answered with status 500,
+request; connections and refused requests of one episode; number and time of connections that have
+not named an episode; time of slow clients. An unexpected error is logged, answered with status 500,
 and fails the episode whose request caused it.
+
+Requests of one episode wait for one another. If a client leaves while its reply is generated, the
+generator is told to stop, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -19,45 +22,47 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from spmdflow.episodes.ask import Refusal
 from spmdflow.episodes.connections import (
-    MOST_OF_EPISODE,
-    MOST_STRANGERS,
-    STRANGER_SECONDS,
     ClientConnection,
+    ConnectionLimits,
     Connections,
 )
-from spmdflow.episodes.fields import Refusal, Reply, parse_request, write_answer, write_error
+from spmdflow.episodes.dialect import MODEL, ApiDialect
+from spmdflow.episodes.fields import ChatDialect, CompletionDialect
+from spmdflow.episodes.generation import (
+    AbandonedRequest,
+    GenerationRequest,
+    ReplyGenerator,
+    RunningEpisode,
+)
+from spmdflow.episodes.guided import GuidedReplies
+from spmdflow.episodes.http import ClientLeft, HttpConnection, HttpRequest, MalformedRequest
+from spmdflow.episodes.messages import MessagesDialect
 from spmdflow.episodes.recorder import Recorder
+from spmdflow.episodes.responses import ResponsesDialect
 from spmdflow.errors import DataError
-from spmdflow.rollout.resumable import VersionedResponse
 
 logger = logging.getLogger(__name__)
 
-MODEL = "policy"
-"""Name of the model. Requests with any other name use the same weights."""
-_MOST_BODY_BYTES = 4 << 20
-_MOST_DISCARDED_BYTES = 64 << 20
-_MOST_HEAD_BYTES = 1 << 16
-_MOST_UNDER_WAY = 16
-"""Maximum number of requests of one episode that wait for an answer."""
+_MESSAGES = MessagesDialect()
+_CHAT = ChatDialect()
+DIALECTS: dict[str, ApiDialect] = {
+    "chat/completions": _CHAT,
+    "completions": CompletionDialect(),
+    "responses": ResponsesDialect(),
+    "messages": _MESSAGES,
+    "messages/count_tokens": _MESSAGES,
+}
+"""Route -> the dialect of its requests."""
 _MOST_REFUSED = 100
 """Refused requests of one episode after which it is ended."""
-_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
-_REASONS |= {
-    405: "Method Not Allowed",
-    411: "Length Required",
-    413: "Content Too Large",
-    429: "Too Many Requests",
-    500: "Internal Server Error",
-}
-_MOST_SIZE_DIGITS = 18
-"""Maximum number of digits of a content-length."""
+_BACKLOG = 1024
+"""Connections that may wait to be accepted: all episodes of a rank may begin at once."""
 _CLOSES = {"unread", "connections", "internal_error"}
 """Codes of refusals after which the connection is closed."""
 _WARN_EVERY_SECONDS = 60.0
@@ -73,26 +78,6 @@ _UNREADABLE = (
 """Errors that JSON, tokenizers and chat templates raise for an invalid request."""
 
 
-class GenerationRequest(NamedTuple):
-    """A request of an episode's client for which a reply must be generated."""
-
-    number: int
-    """Number of the episode."""
-    name: str
-    """Id of the episode."""
-    ids: list[int]
-    turn: int
-    speaker: str
-    """Name in the URL. Empty: none."""
-    turn_of_speaker: int
-    """Number of earlier turns of the episode with this name."""
-    max_new_tokens: int
-    done: Callable[[VersionedResponse | None], None]
-    """Call it, from any thread, with the generated response, or None if it was aborted."""
-    fail: Callable[[Exception], None]
-    """Call it instead, from any thread, if the request cannot be added."""
-
-
 class EpisodeFault(NamedTuple):
     """An episode that must be ended, and the cause."""
 
@@ -101,15 +86,7 @@ class EpisodeFault(NamedTuple):
     cause: str
 
 
-class _Disconnected(Exception):
-    """The client has disconnected."""
-
-
-class _NotAdded(Exception):
-    """The generator rejects a request that the recorder accepted."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(f"the generator rejects it ({type(cause).__name__}: {cause})")
+InboxItem = GenerationRequest | AbandonedRequest | EpisodeFault
 
 
 class RareWarning:
@@ -138,49 +115,45 @@ class RareWarning:
         self._num_omitted = 0
 
 
-class _RunningEpisode:
-    """The endpoint's state of an episode: its key, its recorder and its numbers of requests."""
-
-    def __init__(self, number: int, name: str, recorder: Recorder) -> None:
-        """name: id of the episode. The key is drawn at random."""
-        self.number = number
-        self.name = name
-        self.recorder = recorder
-        self.key = secrets.token_urlsafe(24)
-        self.turn = asyncio.Lock()
-        """Requests of an episode are generated one after another."""
-        self.under_way = self.refused = 0
-
-
 class Endpoint:
     """Answers the requests of episodes. `inbox` receives the replies to generate."""
 
-    def __init__(self, tokenizer: Any, *, stranger_seconds: float = STRANGER_SECONDS) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        limits: ConnectionLimits | None = None,
+        guided: GuidedReplies | None = None,
+    ) -> None:
         """Opens the port and starts the thread.
 
-        tokenizer: from transformers. stranger_seconds: see Connections.
+        tokenizer: from transformers. limits: of connections; None: the defaults. guided: what
+        replies can be made to conform to; None: calls in the form <tool_call>.
         """
-        self.inbox: queue.SimpleQueue[GenerationRequest | EpisodeFault] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.wake, self._waker = socket.socketpair()
         """Becomes readable when the inbox has a new item."""
         self.wake.setblocking(False)
         self._waker.setblocking(False)
-        self._tokenizer = tokenizer
-        self._episodes: dict[str, _RunningEpisode] = {}
+        self._episodes: dict[str, RunningEpisode] = {}
         """By id."""
-        self._owners: dict[str, _RunningEpisode] = {}
+        self._owners: dict[str, RunningEpisode] = {}
         """By key."""
-        self._warned_fields: set[str] = set()
-        self._connections = Connections(stranger_seconds=stranger_seconds)
+        self._limits = limits or ConnectionLimits()
+        self._connections = Connections(self._limits)
+        self._replies = ReplyGenerator(tokenizer, guided or GuidedReplies(), self._post)
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
         self._loop = asyncio.new_event_loop()
-        self._server = self._loop.run_until_complete(
-            asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_MOST_HEAD_BYTES)
-        )
+        self._server = self._loop.run_until_complete(self._listen())
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
+
+    async def _listen(self) -> asyncio.Server:
+        return await self._loop.create_server(
+            lambda: HttpConnection(self._serve), "127.0.0.1", 0, backlog=_BACKLOG
+        )
 
     def open(self, number: int, recorder: Recorder) -> tuple[str, dict[str, str]]:
         """Registers an episode. Returns its id, and its base_url, model and api_key.
@@ -189,7 +162,7 @@ class Endpoint:
         episode's number in GenerationRequest and EpisodeFault.
         """
         name = secrets.token_urlsafe(24)
-        episode = self._episodes[name] = _RunningEpisode(number, name, recorder)
+        episode = self._episodes[name] = RunningEpisode(number, name, recorder)
         self._owners[episode.key] = episode
         url = f"http://127.0.0.1:{self.port}/episodes/{name}/v1"
         return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
@@ -228,7 +201,7 @@ class Endpoint:
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
 
-    def _post(self, item: GenerationRequest | EpisodeFault) -> None:
+    def _post(self, item: InboxItem) -> None:
         self.inbox.put(item)
         self.notify()
 
@@ -237,97 +210,69 @@ class Endpoint:
         with suppress(BlockingIOError):  # the buffer is full, so the reader wakes up anyway
             self._waker.send(b".")
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, http: HttpConnection) -> None:
         """Serves the requests of one connection, one after another, until it is closed.
 
         Returns without an error if the client disconnects, misses its deadline or does not speak
-        HTTP. Warns, at most once a minute, if this connection displaced an unidentified one.
+        HTTP. Warns, at most once a minute, if this connection displaced another one.
         """
-        connection, is_full = self._connections.admit(writer.transport.abort, self._loop.time())
-        if is_full:
-            self._stranger_warning.warn(
-                f"more than {MOST_STRANGERS} connections without a request; the oldest was closed"
-            )
+        now = self._loop.time()
+        connection, displaces = self._connections.admit(http.abort, now, http.address)
+        if displaces:
+            self._stranger_warning.warn("too many idle connections; the oldest was closed")
         try:
-            while await self._exchange(connection, reader, writer):
-                pass
-        except (OSError, EOFError, asyncio.LimitOverrunError, _Disconnected):
-            pass  # the client has disconnected, timed out or does not speak HTTP
+            while await self._exchange(connection, http):
+                self._connections.rest(connection)
+        except ClientLeft:
+            pass  # it has disconnected, or was too slow
         finally:
             self._connections.drop(connection)
-            writer.close()
+            http.close()
 
-    async def _exchange(
-        self,
-        connection: ClientConnection,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> bool:
+    async def _exchange(self, connection: ClientConnection, http: HttpConnection) -> bool:
         """Reads and answers one request. Returns whether the connection stays open.
 
         A Refusal becomes an answer with its status; the connection then closes for the codes in
         _CLOSES, without an episode, or if the episode has too many refused requests. It also closes
-        if the client asks for it. Errors of reading (deadline, end of the stream) are raised.
+        if the client asks for it. ClientLeft if there is nobody to answer.
         """
-        async with asyncio.timeout_at(connection.deadline):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        method, path, _ = [*head[0].split(" "), "", ""][:3]
-        fields = {
-            name.lower(): value.strip() for name, _, value in (x.partition(":") for x in head)
-        }
-        stays_open = True
-        kind = "application/json"
-        episode: _RunningEpisode | None = None
+        dialect: ApiDialect = _CHAT
+        episode: RunningEpisode | None = None
         try:
-            name, speaker, route = _parse_path(path)
-            episode = self._find_episode(name, fields.get("authorization", ""))
+            request = await self._next_request(connection, http)
+            name, speaker, route = _parse_path(request.path)
+            dialect = DIALECTS.get(route, _CHAT)
+            episode = self._find_episode(name, _key_of(request))
             self._claim(connection, episode)
-            body = await self._read_body(reader, fields)
-            reply, kind = await self._answer(episode, speaker, method, route, body, reader)
-            status = 200
+            body = await _read_body(http, request)
+            await self._answer(episode, speaker, request.method, route, body, http)
         except Refusal as err:
-            reply = write_error(err)
-            status = err.status
             stays_open = self._count_refusal(episode, err) and err.code not in _CLOSES
-        head = [f"HTTP/1.1 {status} {_REASONS[status]}", f"content-type: {kind}"]
-        head += [f"content-length: {len(reply)}", *([] if stays_open else ["connection: close"])]
-        writer.write("\r\n".join([*head, "", ""]).encode() + reply)
-        await writer.drain()
-        return stays_open and fields.get("connection", "").lower() != "close"
+            _refuse(http, dialect, err, closes=not stays_open)
+            await http.drain()
+            return stays_open and http.stays_open
+        await http.drain()
+        return http.stays_open
 
-    async def _read_body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
-        """Reads and returns the body of a request; b"" without a content-length.
+    async def _next_request(
+        self, connection: ClientConnection, http: HttpConnection
+    ) -> HttpRequest:
+        """The head of the next request. Refusal, with code "unread", for what is no HTTP."""
+        try:
+            return await http.next_request(connection.deadline)
+        except MalformedRequest as err:
+            episode = self._episodes.get(connection.episode or "")
+            refusal = Refusal(str(err), status=err.status, code="unread")
+            self._count_refusal(episode, refusal)
+            raise refusal from err
 
-        Refusal with code "unread" if it has a transfer-encoding (status 411), an invalid
-        content-length (400) or more than 4 MiB (413). A body that is too large is read first, up to
-        64 MiB, so that the client receives the reason.
-        """
-        if "transfer-encoding" in fields:
-            raise Refusal("got no content-length, expected one", status=411, code="unread")
-        size = fields.get("content-length", "0")
-        is_number = size.isascii() and size.isdigit() and len(size) <= _MOST_SIZE_DIGITS
-        if not is_number:
-            got = f"content-length: {size}"
-            raise Refusal(f"got {got}, expected the body's number of bytes", code="unread")
-        if int(size) <= _MOST_BODY_BYTES:
-            return await reader.readexactly(int(size))
-        remaining = min(int(size), _MOST_DISCARDED_BYTES)
-        while remaining and (part := await reader.read(min(remaining, _MOST_HEAD_BYTES))):
-            remaining -= len(
-                part
-            )  # a client that is cut off while it sends does not read the reason
-        got = f"a request of {size} bytes"
-        expected = f"at most {_MOST_BODY_BYTES}"
-        raise Refusal(f"got {got}, expected {expected}; send less", status=413, code="unread")
-
-    def _find_episode(self, name: str, authorization: str) -> _RunningEpisode:
+    def _find_episode(self, name: str, key: str) -> RunningEpisode:
         """Returns the running episode with the id `name`, unless the key is wrong.
 
         Refusal (404) if there is no such episode, or (401) if the key is unknown or another
         episode's. A request without a key is accepted. A refusal counts against the episode that
         owns the key, and is logged.
         """
-        key = authorization.removeprefix("Bearer ").strip()
         episode = self._episodes.get(name)
         owner = self._owners.get(key)
         if episode is None or (key and owner is not episode):
@@ -342,17 +287,18 @@ class Endpoint:
             raise Refusal("got no running episode of this client", status=status, code="not_found")
         return episode
 
-    def _claim(self, connection: ClientConnection, episode: _RunningEpisode) -> None:
+    def _claim(self, connection: ClientConnection, episode: RunningEpisode) -> None:
         """Assigns a connection to its episode. Refusal if the episode has too many."""
         if not self._connections.claim(connection, episode.name):
             raise Refusal(
-                f"got more than {MOST_OF_EPISODE} open connections of one episode; close clients "
-                f"and responses when they are done, or use one client for the whole episode",
+                f"got more than {self._limits.of_episode} open connections of one episode; close "
+                f"clients and responses when they are done, or use one client for the episode",
                 status=429,
                 code="connections",
+                may_retry=True,
             )
 
-    def _count_refusal(self, episode: _RunningEpisode | None, err: Refusal) -> bool:
+    def _count_refusal(self, episode: RunningEpisode | None, err: Refusal) -> bool:
         """Counts a refused request of an episode. Returns whether the client may send more.
 
         The 100th one ends the episode: an EpisodeFault goes to the inbox. False without an episode.
@@ -367,40 +313,39 @@ class Endpoint:
 
     async def _answer(
         self,
-        episode: _RunningEpisode,
+        episode: RunningEpisode,
         speaker: str,
         method: str,
         route: str,
         body: bytes,
-        reader: asyncio.StreamReader,
-    ) -> tuple[bytes, str]:
-        """Returns (body, content type) of the answer; Refusal if the request cannot be answered.
+        http: HttpConnection,
+    ) -> None:
+        """Writes the answer to a request; Refusal if it cannot be answered.
 
-        route is models, models/..., chat/completions or completions (404 otherwise). The latter two
-        need POST (405) and at most 16 requests under way (429); their replies are generated one
-        after another per episode. An error that an invalid request causes becomes a Refusal (400).
-        Any other error is reported by `_report_unexpected`.
+        route is models, models/..., or one of DIALECTS (404 otherwise). The latter need POST (405);
+        their replies are generated one after another per episode. An error that an invalid request
+        causes becomes a Refusal (400). Any other error is reported by `_report_unexpected`.
         """
-        if route.startswith("models"):
-            entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmdflow"}
-            listed = {"object": "list", "data": [entry]}
-            answer = listed if route == "models" else entry
-            return json.dumps(answer).encode(), "application/json"
-        if route not in ("chat/completions", "completions"):
+        if route == "models" or route.startswith("models/"):
+            http.reply(json.dumps(_models(route)).encode())
+            return
+        if route not in DIALECTS:
             got = f"the path {route!r}"
-            expected = "chat/completions, completions or models"
+            expected = f"models or one of {', '.join(DIALECTS)}"
             raise Refusal(f"got {got}, expected {expected}", status=404, code="not_found")
         if method != "POST":
             raise Refusal(f"got {method}, expected POST", status=405)
-        if episode.under_way >= _MOST_UNDER_WAY:
-            got = f"more than {_MOST_UNDER_WAY} requests under way"
-            raise Refusal(f"got {got} of one episode; wait for answers", status=429, code="busy")
         episode.under_way += 1
+        dialect = DIALECTS[route]
         try:
+            if route == "messages/count_tokens":
+                ask = self._replies.read(dialect, body, episode)
+                count = episode.recorder.count_tokens(ask)
+                http.reply(json.dumps({"input_tokens": count}).encode())
+                return
             async with episode.turn:
-                is_chat = route == "chat/completions"
-                return await self._generate(episode, speaker, is_chat, body, reader)
-        except (Refusal, _Disconnected):
+                await self._replies.reply(episode, speaker, dialect, body, http)
+        except (Refusal, ClientLeft):
             raise
         except _UNREADABLE as err:
             raise Refusal(f"got a request that cannot be read ({err})") from err
@@ -409,7 +354,7 @@ class Endpoint:
         finally:
             episode.under_way -= 1
 
-    def _report_unexpected(self, episode: _RunningEpisode, err: Exception) -> Refusal:
+    def _report_unexpected(self, episode: RunningEpisode, err: Exception) -> Refusal:
         """Logs an error that no request should cause, and ends its episode by an EpisodeFault.
 
         Returns the Refusal for the client, with status 500.
@@ -421,72 +366,64 @@ class Endpoint:
         text = f"the endpoint failed with {what}; see the rank's log"
         return Refusal(text, status=500, code="internal_error")
 
-    async def _generate(
-        self,
-        episode: _RunningEpisode,
-        speaker: str,
-        chat: bool,
-        body: bytes,
-        reader: asyncio.StreamReader,
-    ) -> tuple[bytes, str]:
-        """Has a reply generated and recorded, and returns (body, content type) of the answer.
 
-        A GenerationRequest goes to the inbox, and its reply is awaited. _Disconnected, without
-        recording, if the request was aborted or the client has disconnected meanwhile. Refusal if
-        the request is invalid or does not fit the episode. _NotAdded if the generator rejects it.
-        """
-        ask = parse_request(json.loads(body), chat=chat, warned_fields=self._warned_fields)
-        ask = replace(ask, name=speaker)
-        turn = episode.recorder.begin(ask)
-        future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
+def _models(route: str) -> dict[str, Any]:
+    """The answer to models or models/NAME, with the fields that both OpenAI and Anthropic have."""
+    entry = {
+        "id": MODEL,
+        "object": "model",
+        "created": 0,
+        "owned_by": "spmdflow",
+        "type": "model",
+        "display_name": MODEL,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+    if route != "models":
+        return entry
+    ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
+    return {"object": "list", "data": [entry], **ends}
 
-        def done(drawn: VersionedResponse | None) -> None:
-            self._loop.call_soon_threadsafe(
-                lambda: None if future.done() else future.set_result(drawn)
-            )
 
-        def fail(err: Exception) -> None:
-            self._loop.call_soon_threadsafe(
-                lambda: None if future.done() else future.set_exception(_NotAdded(err))
-            )
+def _key_of(request: HttpRequest) -> str:
+    """The key of a request, as OpenAI's or Anthropic's clients send it; empty: it has none."""
+    key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    return key or request.headers.get("x-api-key", "").strip()
 
-        ids = turn.ids
-        self._post(
-            GenerationRequest(
-                number=episode.number,
-                name=episode.name,
-                ids=ids,
-                turn=turn.number,
-                speaker=turn.name,
-                turn_of_speaker=turn.number_of_name,
-                max_new_tokens=turn.max_new_tokens,
-                done=done,
-                fail=fail,
-            )
-        )
-        drawn = await future
-        if drawn is None or reader.at_eof():
-            raise _Disconnected
-        message, response, reason = episode.recorder.finish(ask, turn, drawn)
-        reply_id = f"turn-{turn.number}"
-        episode.recorder.turn_of_reply[reply_id] = turn.number
-        pieces = [self._tokenizer.decode([i]) for i in response.tokens.tolist()] * ask.log_probs
-        reply = Reply(message, reason, ids, response, pieces)
-        return write_answer(ask, reply, number=reply_id, model=MODEL)
+
+async def _read_body(http: HttpConnection, request: HttpRequest) -> bytes:
+    """The body of a request. Refusal, with code "unread", if it is too large or no HTTP."""
+    try:
+        return await http.read_body(request)
+    except MalformedRequest as err:
+        raise Refusal(str(err), status=err.status, code="unread") from err
+
+
+def _refuse(http: HttpConnection, dialect: ApiDialect, refusal: Refusal, *, closes: bool) -> None:
+    """Writes the answer to a request that is refused. A stream that has begun is cut off."""
+    if not http.may_reply:
+        http.abort()
+        return
+    headers = (("x-should-retry", "true" if refusal.may_retry else "false"),)
+    body = json.dumps(dialect.error(refusal)).encode()
+    http.reply(body, status=refusal.status, headers=headers, closes=closes)
 
 
 def _parse_path(path: str) -> tuple[str, str, str]:
     """Returns (ID, NAME, ROUTE) of a path /episodes/ID/v1/ROUTE or /episodes/ID/as/NAME/v1/ROUTE.
 
-    Without a name, NAME is empty. Refusal (404) for any other path. A query (?...) is ignored.
-    ROUTE may contain slashes.
+    Without a name, NAME is empty. v1 may be absent, or occur twice, because some clients add it to
+    the URL and others do not. Refusal (404) for any other path. A query (?...) is ignored. ROUTE
+    may contain slashes.
     """
     parts = path.partition("?")[0].strip("/").split("/")
-    name = ""
-    if len(parts) > 4 and parts[2] == "as":
-        name = unquote(parts[3])
-        parts = [*parts[:2], *parts[4:]]
-    if len(parts) < 4 or parts[0] != "episodes" or parts[2] != "v1":
+    if len(parts) < 3 or parts[0] != "episodes":
         expected = "/episodes/ID/v1/... or /episodes/ID/as/NAME/v1/..."
         raise Refusal(f"got another path, expected {expected}", status=404, code="not_found")
-    return parts[1], name, "/".join(parts[3:])
+    name = ""
+    route = parts[2:]
+    if len(route) > 2 and route[0] == "as":
+        name = unquote(route[1])
+        route = route[2:]
+    while route and route[0] == "v1":
+        route = route[1:]
+    return parts[1], name, "/".join(route)

@@ -1,4 +1,4 @@
-"""The supported fields of OpenAI's requests, and answers in OpenAI's form.
+"""OpenAI's chat completions and completions: the supported fields, and answers in their form.
 
 Fields that contradict what is recorded are refused. Unknown fields are ignored with one warning
 each. Sampling settings (temperature, top_p, top_k, seed) of requests are ignored too: those of the
@@ -7,84 +7,71 @@ run apply, so that the recorded policy is the trained one.
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from spmdflow.rollout.generator import Finished
-
-logger = logging.getLogger(__name__)
+from spmdflow.episodes.ask import (
+    Ask,
+    Message,
+    Refusal,
+    Reply,
+    ToolChoice,
+    function_tool,
+    read_choice,
+    read_limit,
+    read_messages,
+    read_object,
+    read_stop,
+    warn_of_ignored,
+)
+from spmdflow.episodes.dialect import (
+    MODEL,
+    ApiDialect,
+    EventStream,
+    check_log_probs,
+    write_event,
+)
+from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
-    "messages",
-    "prompt",
-    "tools",
-    "max_tokens",
+    "add_generation_prompt",
+    "audio",
+    "best_of",
+    "continue_final_message",
+    "echo",
+    "function_call",
+    "functions",
+    "logprobs",
     "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "modalities",
+    "model",
+    "n",
+    "parallel_tool_calls",
+    "prompt",
+    "response_format",
+    "return_token_ids",
     "stop",
     "stream",
     "stream_options",
-    "logprobs",
-    "return_token_ids",
-    "model",
-    "n",
-    "best_of",
-    "echo",
     "suffix",
-    "response_format",
     "tool_choice",
-    "parallel_tool_calls",
+    "tools",
+    "top_logprobs",
 }
-
-
-_MOST_WARNINGS = 50
-_NAME_LETTERS = 100
-"""Letters of an ignored field's name that are logged."""
-_REFUSAL_LETTERS = 1000
-"""Letters of a refusal's text, which may quote the request. The middle of a longer one is cut
-out."""
-
-
-class Refusal(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(_shorten(text, _REFUSAL_LETTERS))
-        self.status = status
-        self.code = code
-
-
-def _shorten(text: str, max_letters: int) -> str:
-    """Returns the text, or its beginning and end if it has more than `max_letters` letters.
-
-    The two parts have max_letters // 2 letters each and are joined by " ... ".
-    """
-    if len(text) <= max_letters:
-        return text
-    half = max_letters // 2
-    return f"{text[:half]} ... {text[-half:]}"
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request for a chat or a completion."""
-
-    messages: list[dict[str, Any]]
-    """Messages of a chat. Empty: a completion."""
-    prompt: str | list[int]
-    tools: list[Any] | None
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    with_usage: bool
-    """Whether a stream ends with the token counts."""
-    log_probs: bool
-    token_ids: bool
-    name: str = ""
-    """Of the request's URL: a player or a subagent. Empty: none."""
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+}
+"""The values of fields that would otherwise ask for something that is not recorded."""
 
 
 def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
@@ -95,159 +82,299 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
     not empty. tool_choice "none" drops the tools. Unknown fields are ignored, with one warning
     each. warned_fields: names of fields that were logged; names are added.
     """
-    if not isinstance(body, dict):
-        raise Refusal(f"got a body that is {type(body).__name__}, expected a JSON object")
-    unknown = sorted(set(body) - _SUPPORTED - warned_fields)
-    for name in unknown[: max(0, _MOST_WARNINGS - len(warned_fields))]:
-        warned_fields.add(name)
-        shown = _shorten(name, _NAME_LETTERS)
-        logger.warning("episodes: requests have the field %r, which is ignored", shown)
-    if body.get("tool_choice") == "required" and "tool_choice" not in warned_fields:
-        warned_fields.add("tool_choice")
-        logger.warning("episodes: tool_choice=required is treated as auto: no reply is forced")
-    _refuse_contradictions(body)
-    limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
-    token_limits = set()
-    for limit in limits:
-        if limit is not None:
-            token_limits.add(limit)
-    if len(token_limits) > 1 or not all(type(limit) is int and limit > 0 for limit in token_limits):
-        raise Refusal(
-            f"max_tokens: got {sorted(map(str, token_limits))}, expected one number above 0"
-        )
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise Refusal(f"stop: got {list(stop)!r}, expected texts that are not empty")
-    messages = body.get("messages") or []
-    prompt = body.get("prompt", "")
-    if chat and not _are_messages(messages):
-        raise Refusal("messages: got no list of objects with a role; expected at least one")
-    if not chat and not _is_prompt(prompt):
-        raise Refusal("prompt: got neither a text nor a list of token ids; expected one prompt")
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    fields = read_object(body)
+    warn_of_ignored(fields, _SUPPORTED, warned_fields)
+    for name, values in _ALLOWED.items():
+        if fields.get(name) not in values:
+            raise Refusal(f"{name}: got {fields[name]!r}, expected {values[-1]!r} or nothing")
+    max_tokens = read_limit(fields, "max_tokens", "max_completion_tokens")
+    stop = read_stop("stop", fields.get("stop"))
+    tools, choice = _read_tools(fields)
+    log_probs = fields.get("logprobs")
+    if chat:
+        messages = read_messages(fields.get("messages"))
+        prompt: str | list[int] = ""
+        num_likeliest = check_log_probs("top_logprobs", fields.get("top_logprobs"))
+        log_probs = bool(log_probs) or num_likeliest > 0
+    else:
+        messages = []
+        prompt = _read_prompt(fields.get("prompt", ""))
+        is_count = type(log_probs) is int
+        num_likeliest = check_log_probs("logprobs", log_probs if is_count else None)
+        log_probs = is_count or bool(log_probs)
+    options = fields.get("stream_options") or {}
+    one_call = bool(tools) and fields.get("parallel_tool_calls") is False
     return Ask(
-        list(messages) if chat else [],
-        "" if chat else prompt,
-        tools or None,
-        next(iter(token_limits), None),
+        messages,
+        prompt,
+        tools,
+        max_tokens,
         stop,
-        stream=bool(body.get("stream")),
-        with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        log_probs=bool(body.get("logprobs")),
-        token_ids=bool(body.get("return_token_ids")),
+        stream=bool(fields.get("stream")),
+        with_usage=bool(read_object(options).get("include_usage")),
+        log_probs=log_probs,
+        token_ids=bool(fields.get("return_token_ids")),
+        top_log_probs=num_likeliest,
+        grammar=format_grammar("response_format", _schema_fields(fields.get("response_format"))),
+        choice=choice,
+        one_call=one_call,
+        is_legacy=tools is not None and "functions" in fields and "tools" not in fields,
     )
 
 
-def _refuse_contradictions(body: Mapping[str, Any]) -> None:
-    """Refusal if a field asks for something that is not recorded.
+def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice | None]:
+    """The offered tools and the call that the reply must have, also in the form of `functions`."""
+    given = fields.get("tools") or []
+    choice = fields.get("tool_choice")
+    if fields.get("functions") and not given:
+        if not isinstance(fields["functions"], list):
+            raise Refusal("functions: got no list; expected functions with a name")
+        given = [function_tool(read_object(function)) for function in fields["functions"]]
+        choice = fields.get("function_call")
+        if isinstance(choice, dict):
+            choice = {"function": choice}
+    if not isinstance(given, list):
+        raise Refusal("tools: got no list; expected tools of the type 'function'")
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refusal("tools: got a tool without a function; expected the type 'function'")
+    tools = given or None
+    if choice == "none":
+        return None, None
+    if choice in (None, "auto"):
+        return tools, None
+    if choice == "required":
+        return tools, read_choice(None, tools)
+    if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        if isinstance(name, str):
+            return tools, read_choice(name, tools)
+    raise Refusal(f"tool_choice: got {choice!r}, expected auto, none, required or a function")
 
-    Allowed, apart from None: n and best_of 1, echo false, suffix "", response_format {"type":
-    "text"}, and tool_choice required, auto or none.
-    """
-    allowed: dict[str, tuple[Any, ...]] = {
-        "n": (None, 1),
-        "best_of": (None, 1),
-        "echo": (None, False),
-        "suffix": (None, ""),
-        "tool_choice": (None, "required", "auto", "none"),
-        "response_format": (None, {"type": "text"}),
-    }
-    for name, values in allowed.items():
-        if body.get(name) not in values:
-            raise Refusal(f"{name}: got {body[name]!r}, expected {values[-1]!r} or nothing")
+
+def _schema_fields(response_format: Any) -> Any:
+    """A response_format in the flat form of Responses: the schema next to the type."""
+    if isinstance(response_format, dict) and isinstance(response_format.get("json_schema"), dict):
+        return {"type": response_format.get("type"), **response_format["json_schema"]}
+    return response_format
 
 
-def _are_messages(messages: object) -> bool:
-    return (
-        bool(messages)
-        and isinstance(messages, list)
-        and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str)
-            for message in messages
-        )
-    )
-
-
-def _is_prompt(prompt: object) -> bool:
+def _read_prompt(prompt: Any) -> str | list[int]:
+    """A completion's prompt: a text or token ids, also as the only one of a list."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
     if isinstance(prompt, list):
-        return bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
-    return isinstance(prompt, str) and bool(prompt)
+        is_valid = bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
+    else:
+        is_valid = isinstance(prompt, str) and bool(prompt)
+    if not is_valid:
+        raise Refusal("prompt: got neither a text nor a list of token ids; expected one prompt")
+    result: str | list[int] = prompt
+    return result
 
 
-@dataclass(frozen=True)
-class Reply:
-    """A recorded reply, from which the answer is built."""
+class ChatDialect(ApiDialect):
+    """`/v1/chat/completions`."""
 
-    message: dict[str, Any]
-    reason: str
-    """stop, length or tool_calls."""
-    prompt_ids: list[int]
-    drawn: Finished
-    pieces: list[str]
-    """Text of each token, if log-probabilities are requested."""
+    def parse(
+        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+    ) -> Ask:
+        """See ApiDialect.parse."""
+        return parse_request(body, chat=True, warned_fields=warned_fields)
+
+    def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
+        """See ApiDialect.answer."""
+        choice = _choice(ask, reply)
+        choice["message"] = _message(ask, reply)
+        head = _head("chat.completion", reply.name)
+        return head | _prompt_ids(ask, reply) | {"choices": [choice], "usage": _usage(reply)}
+
+    def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
+        """See ApiDialect.stream."""
+        return _ChatStream(ask, name)
 
 
-def write_answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, str]:
-    """Returns (body, content type) of an answer in OpenAI's form for chats or completions.
+class CompletionDialect(ApiDialect):
+    """`/v1/completions`."""
 
-    JSON or, if ask.stream, server-sent events: one with the complete reply, one with the reason why
-    it ended, one with the token counts if ask.with_usage, then [DONE]. Log-probabilities and token
-    ids are included if requested. number: id of the answer.
-    """
-    chat = bool(ask.messages)
-    kind = "chat.completion" if chat else "text_completion"
-    head = {"id": number, "object": kind, "created": int(time.time()), "model": model}
-    usage = {
-        "prompt_tokens": len(reply.prompt_ids),
-        "completion_tokens": len(reply.drawn.tokens),
-        "total_tokens": len(reply.prompt_ids) + len(reply.drawn.tokens),
+    def parse(
+        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+    ) -> Ask:
+        """See ApiDialect.parse."""
+        return parse_request(body, chat=False, warned_fields=warned_fields)
+
+    def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
+        """See ApiDialect.answer."""
+        choice = _choice(ask, reply)
+        choice["text"] = reply.message["content"] or ""
+        head = _head("text_completion", reply.name)
+        return head | _prompt_ids(ask, reply) | {"choices": [choice], "usage": _usage(reply)}
+
+    def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
+        """See ApiDialect.stream."""
+        return _CompletionStream(ask, name)
+
+
+class _ChunkStream(EventStream):
+    """Chunks in OpenAI's form: text, then what else the reply has, then [DONE]."""
+
+    kind: str
+
+    def __init__(self, ask: Ask, name: str) -> None:
+        super().__init__()
+        self._ask = ask
+        self._head = _head(self.kind, name)
+
+    def begin(self) -> bytes:
+        """See EventStream.begin: nothing, because the first chunk has text."""
+        return b""
+
+    def _chunk(self, choice: Mapping[str, Any], head: Mapping[str, Any] | None = None) -> bytes:
+        full = {"index": 0, "finish_reason": None, "logprobs": None, **choice}
+        return write_event(self._head | dict(head or {}) | {"choices": [full]})
+
+    def fail(self, refusal: Refusal) -> bytes:
+        """See EventStream.fail."""
+        return write_event({"error": {"message": str(refusal), "code": refusal.code}})
+
+    def _end(self, reply: Reply, empty: Mapping[str, Any]) -> bytes:
+        """The chunk with the reason, then the token counts if they are asked for, then [DONE].
+
+        empty: the choice's part that would have text.
+        """
+        data = self._chunk({"finish_reason": _reason(self._ask, reply), **empty})
+        if self._ask.with_usage:
+            data += write_event(self._head | {"choices": [], "usage": _usage(reply)})
+        return data + b"data: [DONE]\n\n"
+
+    def _details(self, reply: Reply) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(parts of the choice, parts of the chunk) that were asked for besides the text."""
+        choice: dict[str, Any] = {}
+        if self._ask.log_probs:
+            choice["logprobs"] = _log_probs(self._ask, reply)
+        if self._ask.token_ids:
+            choice["token_ids"] = reply.drawn.tokens.tolist()
+        return choice, _prompt_ids(self._ask, reply)
+
+
+class _ChatStream(_ChunkStream):
+    kind = "chat.completion.chunk"
+
+    def write_text(self, more: str) -> bytes:
+        """See EventStream.write_text. The first chunk has the role."""
+        delta = {"content": more}
+        if self.sent == more:
+            delta = {"role": "assistant", "content": more}
+        return self._chunk({"delta": delta})
+
+    def finish(self, reply: Reply) -> bytes:
+        """See EventStream.finish."""
+        delta = {}
+        for name, value in _message(self._ask, reply).items():
+            if name not in ("role", "content", "tool_calls"):
+                delta[name] = value
+        if not self.sent:
+            delta |= {"role": "assistant", "content": reply.message["content"]}
+        calls = _message(self._ask, reply).get("tool_calls") or []
+        if calls:
+            delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(calls)]
+        choice, head = self._details(reply)
+        data = b""
+        if delta or choice or head:
+            data = self._chunk({"delta": delta, **choice}, head)
+        return data + self._end(reply, {"delta": {}})
+
+
+class _CompletionStream(_ChunkStream):
+    kind = "text_completion"
+
+    def write_text(self, more: str) -> bytes:
+        """See EventStream.write_text."""
+        return self._chunk({"text": more})
+
+    def finish(self, reply: Reply) -> bytes:
+        """See EventStream.finish."""
+        choice, head = self._details(reply)
+        data = self._chunk({"text": "", **choice}, head) if choice or head else b""
+        return data + self._end(reply, {"text": ""})
+
+
+def _head(kind: str, name: str) -> dict[str, Any]:
+    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+    created = int(time.time())
+    return {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": MODEL}
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    prompt = len(reply.prompt_ids)
+    response = len(reply.drawn.tokens)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": response,
+        "total_tokens": prompt + response,
     }
-    choice: dict[str, Any] = {"index": 0, "finish_reason": reply.reason}
-    choice["logprobs"] = _log_probs(ask, reply) if ask.log_probs else None
+
+
+def _prompt_ids(ask: Ask, reply: Reply) -> dict[str, Any]:
+    return {"prompt_token_ids": reply.prompt_ids} if ask.token_ids else {}
+
+
+def _reason(ask: Ask, reply: Reply) -> str:
+    if ask.is_legacy and reply.reason == "tool_calls":
+        return "function_call"
+    return reply.reason
+
+
+def _message(ask: Ask, reply: Reply) -> Message:
+    """The message of a reply; with `function_call` for a client that offered `functions`."""
+    message = dict(reply.message)
+    if ask.is_legacy and message.get("tool_calls"):
+        message["function_call"] = message.pop("tool_calls")[0]["function"]
+    return message
+
+
+def _choice(ask: Ask, reply: Reply) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(ask, reply), "logprobs": None}
+    if ask.log_probs:
+        choice["logprobs"] = _log_probs(ask, reply)
     if ask.token_ids:
         choice["token_ids"] = reply.drawn.tokens.tolist()
-        head["prompt_token_ids"] = reply.prompt_ids
-    if not ask.stream:
-        if chat:
-            choice["message"] = reply.message
-        else:
-            choice["text"] = reply.message["content"] or ""
-        body = head | {"choices": [choice], "usage": usage}
-        return json.dumps(body).encode(), "application/json"
-    indexed_calls = []
-    for i, call in enumerate(reply.message.get("tool_calls") or ()):
-        indexed_calls.append(call | {"index": i})
-    delta = reply.message | ({"tool_calls": indexed_calls} if indexed_calls else {})
-    content = {"delta": delta} if chat else {"text": reply.message["content"] or ""}
-    empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-    head["object"] = "chat.completion.chunk" if chat else kind
-    events = [head | {"choices": [choice | content | {"finish_reason": None}]}]
-    end = {"index": 0, "finish_reason": reply.reason, "logprobs": None}
-    events.append(head | {"choices": [end | empty]})
-    if ask.with_usage:
-        events.append(head | {"choices": [], "usage": usage})
-    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
-    return "".join(lines).encode(), "text/event-stream"
+    return choice
 
 
 def _log_probs(ask: Ask, reply: Reply) -> dict[str, Any]:
-    """Returns the log-probability and text of each token of a reply.
+    """Returns the log-probability and text of each token of a reply, and of the likeliest ones.
 
-    For a completion {"tokens", "token_logprobs"}, for a chat {"content": [one dict per token]}.
+    For a completion {"tokens", "token_logprobs", "top_logprobs"}, for a chat {"content": [one dict
+    per token]}.
     """
     numbers = reply.drawn.log_probs.tolist()
+    likeliest = likeliest_tokens(reply)
     if not ask.messages:
-        return {"tokens": reply.pieces, "token_logprobs": numbers}
-    return {
-        "content": [
-            {"token": piece, "logprob": number, "bytes": None, "top_logprobs": []}
-            for piece, number in zip(reply.pieces, numbers, strict=True)
-        ]
-    }
+        top = None
+        if ask.top_log_probs:
+            top = [dict(tokens) for tokens in likeliest]
+        return {"tokens": reply.pieces, "token_logprobs": numbers, "top_logprobs": top}
+    content = []
+    for piece, number, tokens in zip(reply.pieces, numbers, likeliest, strict=True):
+        top_entries = [token_entry(text, value) for text, value in tokens]
+        content.append(token_entry(piece, number) | {"top_logprobs": top_entries})
+    return {"content": content}
 
 
-def write_error(refusal: Refusal) -> bytes:
-    """The JSON body of a refusal, in OpenAI's form."""
-    fields = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
-    return json.dumps({"error": fields | {"param": None}}).encode()
+def token_entry(text: str, log_prob: float) -> dict[str, Any]:
+    """A token in OpenAI's form of log-probabilities."""
+    return {"token": text, "logprob": log_prob, "bytes": None}
+
+
+def likeliest_tokens(reply: Reply) -> list[list[tuple[str, float]]]:
+    """(text, log-probability) of the likeliest tokens at each position; empty lists if they were
+    not asked for."""
+    if not reply.top_pieces or reply.drawn.notes is None:
+        return [[] for _ in reply.pieces]
+    result = []
+    for texts, entries in zip(reply.top_pieces, reply.drawn.notes.likeliest, strict=True):
+        numbers = [value for _, value in entries]
+        result.append(list(zip(texts, numbers, strict=True)))
+    return result

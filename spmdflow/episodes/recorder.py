@@ -18,8 +18,9 @@ import numpy as np
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
+from spmdflow.episodes.ask import Ask, Refusal
 from spmdflow.episodes.conversation import AppendOnlyTemplate, NotAppendOnly
-from spmdflow.episodes.fields import Ask, Refusal
+from spmdflow.episodes.ids import call_id
 from spmdflow.episodes.message_form import Message
 from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
@@ -151,8 +152,10 @@ class Recorder:
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Number of turns that have started."""
+        self.id_seed = 0
+        """Seed of the ids of replies and calls; see `episodes.ids`."""
         self.turn_of_reply: dict[str, int] = {}
-        """Id of a reply, as its client knows it -> number of the turn."""
+        """Name of a reply (`ids.reply_name`) -> number of the turn."""
         self._turns_of_name: Counter[str] = Counter()
 
     def begin(self, ask: Ask) -> Turn:
@@ -168,7 +171,6 @@ class Recorder:
             raise Refusal(
                 f"got request {self.num_turns + 1} of an episode, expected at most "
                 f"actor.rollout.episode.max_turns={self._limits.max_turns}",
-                status=429,
                 code="max_turns",
             )
         match = self._match_chat(ask) if ask.messages else self._match_completion(ask)
@@ -213,6 +215,21 @@ class Recorder:
             number_of_name,
         )
 
+    def count_tokens(self, ask: Ask) -> int:
+        """Number of tokens of a chat's prompt, encoded from scratch. Records nothing."""
+        return len(self._template.ids(self._template.begin(ask.messages, ask.tools).text))
+
+    def stop_of(self, ask: Ask, turn: Turn, response: VersionedResponse) -> str | None:
+        """The stop string that ended a response; None if none did."""
+        if not ask.stop:
+            return None
+        (text,) = response_texts(self._tokenizer, [turn.ids], [response.tokens.tolist()])
+        places = []
+        for string in ask.stop:
+            if string in text:
+                places.append((text.index(string), string))
+        return min(places)[1] if places else None
+
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
         known = range(self._limits.vocab_size)
@@ -237,8 +254,8 @@ class Recorder:
         """
         tokens = drawn.tokens.tolist()
         reason = "length"
-        if ask.stop:
-            (end,) = StopStrings(self._tokenizer, ask.stop).first_ends([(turn.ids, tokens, 0)])
+        if ask.ends:
+            (end,) = StopStrings(self._tokenizer, ask.ends).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
         size = len(tokens)
         response = VersionedResponse(
@@ -246,6 +263,7 @@ class Recorder:
             drawn.tokens[:size],
             drawn.log_probs[:size],
             versions=drawn.versions[:size],
+            notes=None if drawn.notes is None else drawn.notes.cut(size),
         )
         routes = None
         if drawn.routes is not None:
@@ -255,8 +273,8 @@ class Recorder:
             reason = "stop"
         spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
         raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
-        sampled = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
-        message = self._reader.read(sampled, ask.tools, partial(_call_id, turn.number))
+        said = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
+        message = self._reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
         if message.get("tool_calls"):
             reason = "tool_calls"
         extends = any(each is turn.segment for each in self.segments)
@@ -266,12 +284,13 @@ class Recorder:
         else:
             old = Segment(turn.ids, tools=ask.tools, name=ask.name)
             new_ids = []
+        sampled, log_probs, versions = _sampled_columns(response)
         new = Segment(
             old.prompt,
             old.tokens + new_ids + tokens,
-            old.mask + [False] * len(new_ids) + [True] * len(tokens),
-            old.log_probs + [0.0] * len(new_ids) + response.log_probs.tolist(),
-            old.versions + [-1] * len(new_ids) + response.versions.tolist(),
+            old.mask + [False] * len(new_ids) + sampled,
+            old.log_probs + [0.0] * len(new_ids) + log_probs,
+            old.versions + [-1] * len(new_ids) + versions,
             [*ask.messages, message] if ask.messages else [],
             turn.text if ask.messages else turn.text + text,
             old.tools,
@@ -366,6 +385,20 @@ class Recorder:
         return Match(None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt)
 
 
-def _call_id(turn: int, index: int) -> str:
-    """The id of a tool call, unique in the episode: nine letters and digits, as Mistral wants."""
-    return f"call{turn:03d}{index:02d}"
+def _sampled_columns(response: VersionedResponse) -> tuple[list[bool], list[float], list[int]]:
+    """(mask, log-probabilities, versions) of a response.
+
+    A token that a grammar forced was not chosen by the model: it counts as one that the model did
+    not sample.
+    """
+    log_probs = response.log_probs.tolist()
+    versions = response.versions.tolist()
+    if response.notes is None:
+        return [True] * len(log_probs), log_probs, versions
+    sampled = []
+    for place, is_forced in enumerate(response.notes.forced):
+        sampled.append(not is_forced)
+        if is_forced:
+            log_probs[place] = 0.0
+            versions[place] = -1
+    return sampled, log_probs, versions

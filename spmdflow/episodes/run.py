@@ -23,14 +23,17 @@ from spmdflow.config.episode import EpisodeConfig
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.credit import CreditedSegment, CreditRule, credit_segments
-from spmdflow.episodes.endpoint import Endpoint, EpisodeFault, GenerationRequest
+from spmdflow.episodes.endpoint import Endpoint, InboxItem
+from spmdflow.episodes.generation import AbandonedRequest, GenerationRequest
+from spmdflow.episodes.guided import GuidedReplies
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
 from spmdflow.errors import ColumnError, DataError
 from spmdflow.parallel.group import broadcast_plain
 from spmdflow.rollout.generator import Replica, Request
+from spmdflow.rollout.grammar import compile_grammar
 from spmdflow.rollout.resumable import ResumableRequests, VersionedResponse
-from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.sampling import Grammar, Sampling
 from spmdflow.rollout.vllm_tools import vllm_call_reader
 
 _IDLE_SECONDS = 1.0
@@ -110,7 +113,11 @@ class EpisodeRunner:
         self._leader: _ReplicaLeader | None = None
         if replica.replica_rank == 0:
             pool = EnvironmentPool(cfg)
-            endpoint = Endpoint(tokenizer)
+            own_form = getattr(tokenizer, "response_template", None) or getattr(
+                tokenizer, "response_schema", None
+            )
+            guided = GuidedReplies(requests.is_guided, cfg.tool_parser, bool(own_form))
+            endpoint = Endpoint(tokenizer, guided=guided)
             rule = CreditRule(cfg.credit, cfg.credit_discount) if cfg.segments == "all" else None
             self._leader = _ReplicaLeader(pool, endpoint, self._new_recorder, self._check, rule)
 
@@ -189,8 +196,8 @@ class EpisodeRunner:
             for request in changes.aborted:
                 requests.abort(request)
             requests.forget(changes.ended)
-            for number, prompt, turn, max_new_tokens in changes.added:
-                request = requests.add(self._request_of_turn(number, prompt, turn, max_new_tokens))
+            for fields in changes.added:
+                request = requests.add(self._request_of_turn(AddedRequest(*fields)))
                 if leader:
                     leader.confirm_added(request)
             if changes.done:
@@ -200,6 +207,8 @@ class EpisodeRunner:
             ):
                 if leader:
                     leader.deliver(drawn)
+            if leader:
+                leader.show_progress(requests.tokens_so_far)
 
     @property
     def num_under_way(self) -> int:
@@ -218,16 +227,20 @@ class EpisodeRunner:
         if self._leader:
             self._leader.close()
 
-    def _request_of_turn(
-        self, number: int, prompt: list[int], turn: int, max_new_tokens: int
-    ) -> Request:
+    def _request_of_turn(self, added: AddedRequest) -> Request:
         """The generator's request for a turn of an episode."""
-        sampling, seed_of = self._seeds_of_episode[number]
+        sampling, seed_of = self._seeds_of_episode[added.number]
         return Request(
-            prompt=torch.tensor(prompt, dtype=torch.int64),
-            seed=seed_of(turn),
-            sampling=replace(sampling, max_new_tokens=max_new_tokens),
-            conversation=number,
+            prompt=torch.tensor(added.prompt, dtype=torch.int64),
+            seed=seed_of(added.turn),
+            sampling=replace(
+                sampling,
+                max_new_tokens=added.max_new_tokens,
+                stop=tuple(added.stop),
+                grammar=Grammar.of(added.grammar),
+                top_log_probs=added.top_log_probs,
+            ),
+            conversation=added.number,
         )
 
     def _check(self, draw: GenerationRequest) -> None:
@@ -236,8 +249,7 @@ class EpisodeRunner:
         ColumnError for no tokens or a token id beyond the vocabulary, ConfigError if it is too
         long.
         """
-        turn = _turn_of_seed(draw)
-        request = self._request_of_turn(draw.number, draw.ids, turn, draw.max_new_tokens)
+        request = self._request_of_turn(AddedRequest.of(draw))
         known = range(self._limits.vocab_size)
         foreign = []
         for token in draw.ids:
@@ -247,10 +259,21 @@ class EpisodeRunner:
             got = f"the token ids {foreign[:3]}"
             expected = f"ids from 0 to {known[-1]}"
             raise ColumnError.of("run_episodes", got, expected, "send ids of the model's tokenizer")
+        if request.sampling.grammar is not None:
+            compile_grammar(
+                request.sampling.grammar,
+                tokenizer_path=request.sampling.tokenizer_path,
+                vocab_size=self._limits.vocab_size,
+                ends=self._end_tokens,
+            )
         self._requests.check(request)
 
-    def _new_recorder(self) -> Recorder:
-        return Recorder(self._chat, self._end_tokens, self._limits, self._read_calls)
+    def _new_recorder(self, number: int) -> Recorder:
+        """The recorder of an episode. Ids derive from the seed of its first reply."""
+        recorder = Recorder(self._chat, self._end_tokens, self._limits, self._read_calls)
+        _, seed_of = self._seeds_of_episode[number]
+        recorder.id_seed = seed_of(0)
+        return recorder
 
     def _share_changes(self, mine: StepChanges | None) -> StepChanges:
         """The first rank's changes, on every rank of the replica (collective)."""
@@ -278,6 +301,35 @@ def _from_plain(fields: Sequence[Any]) -> Episode:
     return episode._replace(segments=tuple(SegmentRow(*each) for each in episode.segments))
 
 
+class AddedRequest(NamedTuple):
+    """A new request as plain data, which every rank of the replica gets."""
+
+    number: int
+    """Of the episode."""
+    prompt: list[int]
+    turn: int
+    """What the seed of the reply is derived from."""
+    max_new_tokens: int
+    stop: list[str]
+    grammar: list[str]
+    """Its kind and text; empty: none."""
+    top_log_probs: int
+
+    @classmethod
+    def of(cls, draw: GenerationRequest) -> AddedRequest:
+        """The plain data of a request from the endpoint."""
+        grammar = draw.grammar
+        return cls(
+            number=draw.number,
+            prompt=draw.ids,
+            turn=_turn_of_seed(draw),
+            max_new_tokens=draw.max_new_tokens,
+            stop=list(draw.stop),
+            grammar=[] if grammar is None else [grammar.kind, grammar.text],
+            top_log_probs=draw.top_log_probs,
+        )
+
+
 def _turn_of_seed(draw: GenerationRequest) -> int:
     """Return the number that the seed of a reply is derived from.
 
@@ -292,8 +344,8 @@ def _turn_of_seed(draw: GenerationRequest) -> int:
 class StepChanges(NamedTuple):
     """What changes before a step of the generator."""
 
-    added: list[tuple[int, list[int], int, int]]
-    """New requests: number of the episode, prompt, turn, and maximum number of tokens."""
+    added: list[AddedRequest]
+    """New requests."""
     aborted: list[int]
     ended: list[int]
     """Episodes that have ended."""
@@ -307,12 +359,13 @@ class _ReplicaLeader:
         self,
         pool: EnvironmentPool,
         endpoint: Endpoint,
-        new_recorder: Callable[[], Recorder],
+        new_recorder: Callable[[int], Recorder],
         check: Callable[[GenerationRequest], None],
         rule: CreditRule | None = None,
     ) -> None:
-        """check: raises an error if a request is invalid. rule: rewards of segments; None: only the
-        longest segment of an episode is returned."""
+        """new_recorder: called with an episode's number. check: raises an error if a request is
+        invalid. rule: rewards of segments; None: only the longest segment of an episode is
+        returned."""
         self._rule = rule
         self._pool = pool
         self._endpoint = endpoint
@@ -360,7 +413,7 @@ class _ReplicaLeader:
                 item.fail(err)
                 continue
             self._unconfirmed.append(item)
-            added.append((item.number, item.ids, _turn_of_seed(item), item.max_new_tokens))
+            added.append(AddedRequest.of(item))
         aborted = self._aborted
         self._aborted = []
         ended_episodes = self._ended
@@ -370,19 +423,47 @@ class _ReplicaLeader:
     def _read_inbox(self, new_requests: list[GenerationRequest]) -> dict[int, str]:
         """Empties the endpoint's inbox: returns running episodes to end -> cause.
 
-        Appends all generation requests to `new_requests`, in order.
+        Appends all generation requests to `new_requests`, in order, and aborts those whose clients
+        have left.
         """
         with suppress(BlockingIOError):
             self._endpoint.wake.recv(1 << 16)
         causes = {}
         with suppress(queue.Empty):
             while True:
-                item: GenerationRequest | EpisodeFault = self._endpoint.inbox.get_nowait()
+                item: InboxItem = self._endpoint.inbox.get_nowait()
                 if isinstance(item, GenerationRequest):
                     new_requests.append(item)
+                elif isinstance(item, AbandonedRequest):
+                    self._abandon(item, new_requests)
                 elif self._names.get(item.number) == item.name:
                     causes[item.number] = item.cause
         return causes
+
+    def _abandon(self, item: AbandonedRequest, new_requests: list[GenerationRequest]) -> None:
+        """Aborts the request of a client that has left, wherever it is."""
+        for draw in list(new_requests):
+            if (draw.number, draw.name, draw.turn) == item:
+                new_requests.remove(draw)
+        for request, draw in list(self._drawing.items()):
+            if (draw.number, draw.name, draw.turn) == item:
+                del self._drawing[request]
+                self._aborted.append(request)
+
+    def show_progress(self, tokens_so_far: Callable[[list[int]], list[list[int]]]) -> None:
+        """Hands the tokens so far of streamed replies to the endpoint.
+
+        tokens_so_far: returns those of requests of the generator, by their numbers.
+        """
+        streamed = {}
+        for request, draw in self._drawing.items():
+            if draw.progress is not None:
+                streamed[request] = draw.progress
+        if not streamed:
+            return
+        for progress, tokens in zip(streamed.values(), tokens_so_far(list(streamed)), strict=True):
+            if tokens:
+                progress(tokens)
 
     def confirm_added(self, request: int) -> None:
         """Records the number that the generator gave to the oldest unconfirmed request."""
@@ -431,7 +512,7 @@ class _ReplicaLeader:
         closed first and starts from scratch.
         """
         self._close_episode(number)
-        self._recorders[number] = self._new_recorder()
+        self._recorders[number] = self._new_recorder(number)
         self._names[number], arguments = self._endpoint.open(number, self._recorders[number])
         return arguments
 

@@ -22,6 +22,7 @@ Rows come and go one by one (`RequestGenerator`: add, abort, step). `generate` i
 
   generator      the interface, a replica's ranks and groups, `generator_of`, checks and columns
   sampling       settings and the draw: pure functions of (seed, position, logits)
+  grammar        responses that a grammar limits, and the likeliest tokens at each position
   builtin        rows decoded together over a cached forward, refilled as they end
   live_rows      its rows: their requests, and their state on the device
   resumable      requests that continue across weight updates (partial rollouts)

@@ -36,7 +36,8 @@ from spmdflow.rollout.generator import (
     loads_folder,
     no_routes_error,
 )
-from spmdflow.rollout.live_rows import LiveRow, LiveRows
+from spmdflow.rollout.grammar import GuidedRows
+from spmdflow.rollout.live_rows import LiveRow, LiveRows, with_prompt_routes
 from spmdflow.rollout.sampling import draw
 from spmdflow.router import Routers, as_column
 from spmdflow.weights.move import Block, Storages
@@ -47,6 +48,8 @@ _CHECK_EVERY = 8
 
 class BuiltinGenerator(RequestGenerator):
     """Generator on a cached forward pass. rollout.generator.Generator documents its guarantees."""
+
+    is_guided = True
 
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
         """Builds the forward pass of the model folder. The KV cache is allocated on first use."""
@@ -66,6 +69,7 @@ class BuiltinGenerator(RequestGenerator):
         """Set if the experts of the tokens are returned."""
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
+        self._guided = GuidedRows(end_tokens(model_path))
         self._ids = count()
         self._clock = 0
         self._oldest = 0
@@ -122,9 +126,8 @@ class BuiltinGenerator(RequestGenerator):
                 return Finished(request_id, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
         for index, row in enumerate(self._live):
             if row.id == request_id:
-                drawn = self._rows.to_finished(
-                    row, index, int(self._rows.counts[index]), self._routers
-                )
+                size = int(self._rows.counts[index])
+                drawn = self._to_finished(self._rows, row, index, size)
                 with torch.inference_mode():
                     self._remove_rows({index: 0})
                 return drawn
@@ -176,8 +179,21 @@ class BuiltinGenerator(RequestGenerator):
                 self._advance(chosen)
         result = []
         for row, index, size in ended:
-            result.append(rows.to_finished(row, index, size, self._routers))
+            result.append(self._to_finished(rows, row, index, size))
         return result
+
+    def _to_finished(self, rows: LiveRows, row: LiveRow, index: int, size: int) -> Finished:
+        """The response of a row that leaves: its first `size` tokens and what is known of them."""
+        finished = rows.to_finished(row, index, size, self._routers)
+        return replace(finished, notes=self._guided.take(row.id, size))
+
+    def tokens_so_far(self, request_ids: Sequence[int]) -> list[list[int]]:
+        """See RequestGenerator.tokens_so_far."""
+        drawn = {}
+        for index, row in enumerate(self._live):
+            if row.id in request_ids:
+                drawn[row.id] = self._rows.tokens[index, : int(self._rows.counts[index])].tolist()
+        return [drawn.get(number, []) for number in request_ids]
 
     def _draws_per_check(self) -> int:
         """Return how many tokens each row gets before ended rows are looked for.
@@ -185,12 +201,16 @@ class BuiltinGenerator(RequestGenerator):
         One on a CPU without stop strings, where the check costs nothing. One also where an ended
         row is to be parked and cannot be truncated, so that it must not be decoded any further.
         """
-        if self.device.type == "cpu" and self.stop is None:
+        if self.device.type == "cpu" and not self._have_stops():
             return 1
         if self._parks and not self._forward.truncates:
             if any(row.request.conversation is not None for row in self._live):
                 return 1
         return _CHECK_EVERY
+
+    def _have_stops(self) -> bool:
+        """Whether any row that is being decoded has stop strings."""
+        return any(row.request.sampling.stop for row in self._live)
 
     def _refill(self, free: int) -> None:
         """Moves the first `free` waiting requests into the batch and computes their prompts' cache.
@@ -254,7 +274,7 @@ class BuiltinGenerator(RequestGenerator):
             for (_, r), size in zip(pairs, known, strict=True):
                 new_tokens.append(r.prompt[size:])
             logits = self._forward.extend(rows[chunk], new_tokens, known)
-            self._append_rows(self._with_routes(live[chunk], pairs, known), logits)
+            self._append_rows(with_prompt_routes(live[chunk], pairs, known, self._routing), logits)
         still_parked = {row: before[row] for row in idle}
         if len(still_parked) < len(before):
             first = len(self._live) - len(rows)
@@ -262,26 +282,6 @@ class BuiltinGenerator(RequestGenerator):
                 still_parked,
                 self._live_indices(first) | dict(zip(rows, range(first, len(self._live)))),
             )
-
-    def _with_routes(
-        self,
-        rows: Sequence[LiveRow],
-        pairs: Sequence[tuple[ParkedRow, Request]],
-        known: Sequence[int],
-    ) -> list[LiveRow]:
-        """Continued rows with the experts of their prompts' tokens, if experts are returned.
-
-        pairs: the parked row that each continues, and its request. known: tokens of the prompt that
-        the parked row had; the last pass has computed the others.
-        """
-        if self._routing is None:
-            return list(rows)
-        result = []
-        computed = zip(rows, pairs, known, self._routing.of_prompts, strict=True)
-        for row, (parked, _), size, more in computed:
-            assert parked.routes is not None
-            result.append(replace(row, prompt_routes=torch.cat([parked.routes[:size], more])))
-        return result
 
     def _prefill(self, groups: list[list[LiveRow]]) -> None:
         """Prefills the prompt of each group once, and appends one live row per member of the group.
@@ -308,6 +308,14 @@ class BuiltinGenerator(RequestGenerator):
         logits (len(new), V): after the prompts. The rows start with no drawn tokens and running =
         True.
         """
+        for row in new:
+            self._guided.add(
+                row.id,
+                row.request.sampling,
+                row.request.prompt,
+                num_drawn=row.request.num_drawn,
+                vocab_size=logits.shape[-1],
+            )
         rows = LiveRows.begin(new, self._routers, self.device)
         if self._live:
             rows = self._rows.join(rows)
@@ -326,15 +334,25 @@ class BuiltinGenerator(RequestGenerator):
         """
         rows = self._rows
         sampling = self._live[0].request.sampling
-        chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.drawn + rows.counts)
-        rows.tokens.scatter_(1, rows.counts[:, None], chosen[:, None])
-        rows.log_probs.scatter_(1, rows.counts[:, None], log_probs[:, None])
-        rows.counts += rows.running
-        rows.running &= torch.isin(chosen, self._end_tokens, invert=True)
-        rows.running &= rows.counts < rows.limits
-        rows.running &= log_probs.isnan().logical_not_()  # ends at once: `check_drawn` refuses it
+        positions = rows.drawn + rows.counts
+        chosen, log_probs = draw(self._logits, sampling, rows.seeds, positions)
+        if self._guided:
+            chosen, log_probs = self._guided.redraw(
+                self._running_ids(),
+                self._logits,
+                sampling,
+                rows.seeds,
+                positions,
+                (chosen, log_probs),
+            )
+        rows.record(chosen, log_probs, self._end_tokens)
         self._clock += 1
         return chosen
+
+    def _running_ids(self) -> list[int | None]:
+        """The id of each row that is being decoded; None for one that has ended."""
+        running = zip(self._live, self._rows.running.tolist(), strict=True)
+        return [row.id if runs else None for row, runs in running]
 
     def _advance(self, chosen: Tensor) -> None:
         """Runs the forward pass on these tokens (n,) and sets self._logits (n, V) to its result.
@@ -357,7 +375,8 @@ class BuiltinGenerator(RequestGenerator):
         number of tokens drawn since the last check.
         """
         rows = self._rows
-        if self.stop is None and bool(rows.running.all()):
+        have_stops = self._have_stops()
+        if not have_stops and bool(rows.running.all()):
             return {}
         counts = rows.counts.tolist()
         running = rows.running.tolist()
@@ -365,18 +384,14 @@ class BuiltinGenerator(RequestGenerator):
         for index, runs in enumerate(running):
             if not runs:
                 ended[index] = counts[index]
-        if self.stop is not None:
+        if have_stops:
             responses = []
             for row, tokens, size in zip(self._live, rows.tokens.tolist(), counts, strict=True):
-                responses.append(
-                    (
-                        row.request.prompt.tolist(),
-                        tokens[:size],
-                        max(0, self._clock - draws - row.joined_at),
-                    )
-                )
-            ends = self.stop.first_ends(responses)
-            ended |= {index: end for index, end in enumerate(ends) if end is not None}
+                num_checked = max(0, self._clock - draws - row.joined_at)
+                responses.append((row.request, tokens[:size], num_checked))
+            for index, end in enumerate(self.find_stops(responses)):
+                if end is not None:
+                    ended[index] = end
         return ended
 
     def _remove_rows(self, ended: dict[int, int]) -> Tensor:
@@ -395,7 +410,9 @@ class BuiltinGenerator(RequestGenerator):
             del live[row]
             size = ended[index]
             if size and self._can_park(self._live[index], size):
-                parked[row] = self._to_parked(index, size)
+                parked[row] = self._rows.to_parked(
+                    self._live[index], index, size, self._clock, self._forward.truncates
+                )
         return self._compact(parked, live)
 
     def _can_park(self, row: LiveRow, size: int) -> bool:
@@ -406,20 +423,6 @@ class BuiltinGenerator(RequestGenerator):
         exact = self._clock - row.joined_at == size
         fits = self._forward.truncates or exact
         return self._parks and fits and row.request.conversation is not None
-
-    def _to_parked(self, index: int, size: int) -> ParkedRow:
-        """The prompt of a live row and its response of `size` tokens without the last one, which
-        was never read."""
-        row = self._live[index]
-        prompt = row.request.prompt
-        assert row.request.conversation is not None
-        ids = torch.cat([prompt, self._rows.tokens[index, : size - 1].cpu()])
-        routes = None
-        if row.prompt_routes is not None:
-            routes = torch.cat([row.prompt_routes, self._rows.routes[index, : size - 1]])
-        shared = len(prompt) - row.num_own_tokens
-        truncates = self._forward.truncates
-        return ParkedRow(row.request.conversation, shared, ids, self._clock, routes, truncates)
 
     def _live_indices(self, num_rows: int | None = None) -> dict[int, int]:
         """Returns cache row -> index in self._live, for the first `num_rows` live rows (None: all).

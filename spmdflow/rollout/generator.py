@@ -13,6 +13,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -37,6 +38,7 @@ from spmdflow.kind.registry import resolve
 from spmdflow.parallel.device import backend_of
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.grammar import TokenNotes
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.router import ROUTES
 from spmdflow.weights.architecture import Architecture
@@ -174,7 +176,8 @@ class Request:
     seed: int
     """Below 2**63. The response depends only on the seed, the prompt and the weights."""
     sampling: Sampling
-    """Requests that are generated together may differ only in max_new_tokens."""
+    """Requests that are generated together may differ only in max_new_tokens, stop, grammar and
+    top_log_probs."""
     conversation: int | None = None
     """Number of the conversation that this turn belongs to. A later request with the same number,
     whose prompt begins with this prompt and its response, may reuse their keys and values."""
@@ -195,6 +198,8 @@ class Finished:
     routes: Tensor | None = None
     """(P + n, layers, k): the experts of each token of prompt and response, as a column has them
     (`router.as_column`). None: the generator does not return them."""
+    notes: TokenNotes | None = None
+    """Of a request with a grammar or top_log_probs."""
 
 
 class Generator(Protocol):
@@ -253,8 +258,8 @@ class RequestGenerator(ABC):
 
     replica: Replica
     device: torch.device
-    stop: StopStrings | None = None
-    """Stop strings of the requests that are being generated. None: they have none."""
+    is_guided = False
+    """Whether requests may have a grammar, or ask for the likeliest tokens."""
 
     def return_routes(self) -> None:
         """From now on return the experts that the model's routers select (`Finished.routes`).
@@ -304,33 +309,69 @@ class RequestGenerator(ABC):
         """Draws a few tokens for all requests. Returns the responses that have ended, possibly
         none."""
 
+    def tokens_so_far(self, request_ids: Sequence[int]) -> list[list[int]]:
+        """The tokens that have been drawn for each of these requests, which have not ended.
+
+        Empty lists from a generator that knows them only when a response has ended.
+        """
+        return [[] for _ in request_ids]
+
     def admit(self, request: Request, others: Sequence[Request]) -> None:
-        """Does the checks of `add`, and sets self.stop if there are no other requests.
+        """Does the checks of `add`.
 
         ColumnError for an empty prompt. ConfigError if prompt and max_new_tokens exceed the
-        context, or if the sampling settings differ from those of `others` in more than
-        max_new_tokens. others: some of the requests being generated; empty if there are none. Then
-        self.stop gets the stop strings of this request, or None if it has none.
+        context, or if sampling settings that all requests must share (`Sampling.of_batch`) differ
+        from those of `others`. others: some of the requests being generated.
         """
         self.check_size(request)
-        size = request.sampling.max_new_tokens
         for other in others:
-            if replace(other.sampling, max_new_tokens=size) != request.sampling:
+            if other.sampling.of_batch != request.sampling.of_batch:
                 raise ConfigError(
                     f"generate: got {request.sampling} while requests with {other.sampling} are "
-                    f"being generated, expected the same apart from max_new_tokens; wait until "
-                    f"those have ended"
+                    f"being generated, expected the same apart from max_new_tokens and stop; wait "
+                    f"until those have ended"
                 )
-        if not others:
-            path = request.sampling.tokenizer_path
-            stop = request.sampling.stop
-            self.stop = StopStrings(load_tokenizer(path), stop) if stop else None
+
+    def find_stops(self, rows: Sequence[tuple[Request, list[int], int]]) -> list[int | None]:
+        """Returns for each row the response's length up to the token that completed a stop string.
+
+        rows: (request, tokens that this generator has drawn, number of them that were checked
+        before). None where no string is complete, or the request has none. Tokens that were drawn
+        before the request came (`Request.num_drawn`) belong to the response, too.
+        """
+        places: dict[StopStrings, list[int]] = {}
+        for place, (request, _, _) in enumerate(rows):
+            stop = stop_strings(request.sampling)
+            if stop is not None:
+                places.setdefault(stop, []).append(place)
+        result: list[int | None] = [None] * len(rows)
+        for stop, some in places.items():
+            searched = []
+            for place in some:
+                request, tokens, num_checked = rows[place]
+                ids = request.prompt.tolist()
+                size = len(ids) - request.num_drawn
+                known = num_checked + request.num_drawn
+                searched.append((ids[:size], ids[size:] + tokens, known))
+            for place, end in zip(some, stop.first_ends(searched), strict=True):
+                if end is not None:
+                    result[place] = end - rows[place][0].num_drawn
+        return result
 
     def check_size(self, request: Request) -> None:
         """ColumnError for an empty prompt.
 
-        ConfigError if the prompt and its max_new_tokens together exceed max_positions.
+        ConfigError if the prompt and its max_new_tokens together exceed max_positions, or for a
+        grammar or top_log_probs where the generator is not guided.
         """
+        sampling = request.sampling
+        if not self.is_guided and (sampling.grammar is not None or sampling.top_log_probs):
+            raise ConfigError.of(
+                "generate",
+                f"a grammar or top_log_probs for {type(self).__name__}",
+                "a request without",
+                "choose another actor.rollout.engine",
+            )
         if not len(request.prompt):
             do = "begin prompts with a bos token"
             raise ColumnError.of("generate", "a prompt of no tokens", "at least 1", do)
@@ -426,6 +467,18 @@ def generator_of(
         arguments.append(run or RunContext())
     generator: Generator = resolve(kind.implementation)(*arguments)
     return generator
+
+
+@lru_cache(maxsize=256)
+def _cached_stop_strings(tokenizer_path: str, stop: tuple[str, ...]) -> StopStrings:
+    return StopStrings(load_tokenizer(tokenizer_path), stop)
+
+
+def stop_strings(sampling: Sampling) -> StopStrings | None:
+    """The stop strings of a request; None if it has none. The same object for equal ones."""
+    if not sampling.stop:
+        return None
+    return _cached_stop_strings(sampling.tokenizer_path, sampling.stop)
 
 
 def no_routes_error(generator: Generator | RequestGenerator) -> ConfigError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spmdflow.cpu.parked import ParkedRow
+from spmdflow.rollout.forward import Routing
 from spmdflow.rollout.generator import Finished, Request
 from spmdflow.router import OWN_CHOICE, Routers, as_column
 
@@ -93,6 +95,33 @@ class LiveRows:
         log_probs = self.log_probs[index, :size]
         return Finished(row.id, tokens.clone(), log_probs.clone(), routes)
 
+    def record(self, chosen: Tensor, log_probs: Tensor, end_tokens: Tensor) -> None:
+        """Writes one drawn token (n,) and its log-probability (n,) for every row.
+
+        The count of a running row grows by one. A row stops running after an end token, at its
+        limit, or if its log-probability is nan.
+        """
+        self.tokens.scatter_(1, self.counts[:, None], chosen[:, None])
+        self.log_probs.scatter_(1, self.counts[:, None], log_probs[:, None])
+        self.counts += self.running
+        self.running &= torch.isin(chosen, end_tokens, invert=True)
+        self.running &= self.counts < self.limits
+        self.running &= log_probs.isnan().logical_not_()  # ends at once: `check_drawn` refuses it
+
+    def to_parked(
+        self, row: LiveRow, index: int, size: int, clock: int, truncates: bool
+    ) -> ParkedRow:
+        """The prompt of the row at this index and its response of `size` tokens without the last
+        one, which was never read. clock, truncates: see ParkedRow."""
+        prompt = row.request.prompt
+        assert row.request.conversation is not None
+        ids = torch.cat([prompt, self.tokens[index, : size - 1].cpu()])
+        routes = None
+        if row.prompt_routes is not None:
+            routes = torch.cat([row.prompt_routes, self.routes[index, : size - 1]])
+        shared = len(prompt) - row.num_own_tokens
+        return ParkedRow(row.request.conversation, shared, ids, clock, routes, truncates)
+
     def pick(self, rows: Tensor) -> LiveRows:
         """The state of the rows with these indices, in this order."""
         return LiveRows(*(value[rows] for value in vars(self).values()))
@@ -107,6 +136,27 @@ class LiveRows:
         for pair in zip(vars(self).values(), vars(other).values(), strict=True):
             joined.append(torch.cat([_widen(x, width) for x in pair]))
         return LiveRows(*joined)
+
+
+def with_prompt_routes(
+    rows: Sequence[LiveRow],
+    pairs: Sequence[tuple[ParkedRow, Request]],
+    known: Sequence[int],
+    routing: Routing | None,
+) -> list[LiveRow]:
+    """Continued rows with the experts of their prompts' tokens, if experts are returned.
+
+    pairs: the parked row that each continues, and its request. known: tokens of the prompt that the
+    parked row had; the last pass has computed the others. routing: None: experts are not returned.
+    """
+    if routing is None:
+        return list(rows)
+    result = []
+    computed = zip(rows, pairs, known, routing.of_prompts, strict=True)
+    for row, (parked, _), size, more in computed:
+        assert parked.routes is not None
+        result.append(replace(row, prompt_routes=torch.cat([parked.routes[:size], more])))
+    return result
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

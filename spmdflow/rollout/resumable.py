@@ -9,7 +9,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.rollout.generator import Finished, Request, RequestGenerator, check_drawn
+from spmdflow.rollout.grammar import TokenNotes
 
 _COLUMNS = {"tokens": torch.int64, "log_probs": torch.float32, "versions": torch.int32}
 
@@ -49,6 +50,9 @@ class _Row:
     routes: Tensor | None = None
     """The experts of all tokens so far, as the generator used them when it had the row last."""
 
+    notes: TokenNotes | None = None
+    """See Finished.notes."""
+
     def extend(self, part: Finished, version: int) -> None:
         """Appends drawn tokens, log-probabilities and the weights' version to `drawn`, on the host.
 
@@ -62,7 +66,18 @@ class _Row:
             self.drawn[name] = torch.cat([self.drawn[name], new[name].to("cpu", dtype)])
         if part.routes is not None:
             self.routes = part.routes
+        if part.notes is not None:
+            self.notes = part.notes if self.notes is None else self.notes.join(part.notes)
         self.live = None
+
+    def cut(self, size: int) -> None:
+        """Keeps the first `size` drawn tokens."""
+        for name in _COLUMNS:
+            self.drawn[name] = self.drawn[name][:size]
+        if self.routes is not None:
+            self.routes = self.routes[: len(self.request.prompt) + size]
+        if self.notes is not None:
+            self.notes = self.notes.cut(size)
 
     def remaining_request(self) -> Request:
         """Returns the request for the tokens that are still to be drawn.
@@ -104,6 +119,11 @@ class ResumableRequests:
     def __len__(self) -> int:
         """Requests that have not ended."""
         return len(self._rows)
+
+    @property
+    def is_guided(self) -> bool:
+        """See RequestGenerator.is_guided."""
+        return self._generator.is_guided
 
     def check(self, request: Request) -> None:
         """ColumnError or ConfigError if the generator cannot take a request of this size."""
@@ -190,6 +210,23 @@ class ResumableRequests:
         self._suspended = sorted([*self._suspended, *self._live.values()])
         self._live.clear()
 
+    def tokens_so_far(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The tokens drawn so far of some requests that have not ended; [] for one that has."""
+        live = []
+        for number in numbers:
+            row = self._rows.get(number)
+            if row is not None and row.live is not None:
+                live.append(row.live)
+        news = dict(zip(live, self._generator.tokens_so_far(live), strict=True))
+        result = []
+        for number in numbers:
+            row = self._rows.get(number)
+            tokens = [] if row is None else row.drawn["tokens"].tolist()
+            if row is not None and row.live is not None:
+                tokens += news[row.live]
+            result.append(tokens)
+        return result
+
     def state(self, number: int) -> dict[str, Tensor]:
         """The tokens drawn so far of a request, on the host: tokens, log_probs, versions, each
         (n,)."""
@@ -207,11 +244,15 @@ class ResumableRequests:
 
     def _has_ended(self, row: _Row) -> bool:
         """Whether its last token is drawn. An engine may be a step ahead of what `step` has
-        returned."""
+        returned. Tokens after a stop string are dropped."""
         tokens = row.drawn["tokens"]
+        (end,) = self._generator.find_stops([(row.request, tokens.tolist(), 0)])
+        if end is not None:
+            row.cut(end)
+            return True
         is_long = len(tokens) >= row.request.sampling.max_new_tokens
         return is_long or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
 
     def _end(self, number: int) -> VersionedResponse:
         row = self._rows.pop(number)
-        return VersionedResponse(number, **row.drawn, routes=row.routes)
+        return VersionedResponse(number, **row.drawn, routes=row.routes, notes=row.notes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +43,25 @@ _SETTINGS = tuple(
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What the text of a response must match."""
+
+    kind: Literal["json_schema", "structural_tag"]
+    text: str
+    """JSON: a JSON Schema, or a structural tag of xgrammar."""
+
+    @classmethod
+    def of(cls, fields: Sequence[str]) -> Grammar | None:
+        """The grammar of (kind, text) as plain data; None for no fields."""
+        if not fields:
+            return None
+        kind, text = fields
+        if kind == "json_schema":
+            return cls("json_schema", text)
+        return cls("structural_tag", text)
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How responses are drawn, for all rows of a call. ConfigError if a value is invalid."""
 
@@ -60,7 +80,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Stop strings. A response ends with the token that completes one of them in its text."""
     tokenizer_path: str = field(default="", repr=False)
-    """Tokenizer folder for that text. Required with stop; the path may differ between nodes."""
+    """Tokenizer folder for that text. Required with stop or a grammar; the path may differ between
+    nodes."""
+    grammar: Grammar | None = None
+    """What the response must match; see `rollout.grammar`."""
+    top_log_probs: int = 0
+    """How many of the likeliest tokens are reported at each position (`TokenNotes.likeliest`)."""
 
     def __post_init__(self) -> None:
         """ConfigError if a setting has a wrong type or is out of bounds."""
@@ -80,6 +105,11 @@ class Sampling:
             raise ConfigError(
                 f"greedy: got {self.greedy!r}, expected True or False; set one of them"
             )
+
+    @property
+    def of_batch(self) -> Sampling:
+        """The settings that all requests generated together must share."""
+        return replace(self, max_new_tokens=1, stop=(), grammar=None, top_log_probs=0)
 
     @classmethod
     def from_config(cls, cfg: RolloutConfig) -> Sampling:

@@ -67,6 +67,7 @@ class VllmGenerator(RequestGenerator):
     A process has at most one at a time.
     """
 
+    is_guided = True
     keeps_noise = False
     """Whether vLLM's own sampler chooses the tokens."""
 
@@ -131,7 +132,9 @@ class VllmGenerator(RequestGenerator):
             walk(runner, name)
         lora = cfg.lora if cfg.weights == "adapter" else None
         self._adapter = None if lora is None else PolicyAdapter(runner, lora)
-        self._sampler = runner.sampler = RowSampler(runner, keeps_noise=self.keeps_noise)
+        self._sampler = runner.sampler = RowSampler(
+            runner, ends=self._end_tokens, keeps_noise=self.keeps_noise
+        )
         if self.replica.pp_rank > 0 and runner.intermediate_tensors is None:
             # made by the warm-up, which CPU skips
             runner.intermediate_tensors = self.model.make_empty_intermediate_tensors(
@@ -238,23 +241,20 @@ class VllmGenerator(RequestGenerator):
         self.wake()
         engine = self._llm.llm_engine
         requests = self._sampler.requests
-        numbers = list(requests) if self.stop else []
+        numbers = [number for number, each in requests.items() if each.sampling.stop]
         known = dict(zip(numbers, map(len, self._sampler.tokens_so_far(numbers)), strict=True))
         sizes: dict[int, int] = {}
-        for _ in range(_CHECK_EVERY if self.stop else 1):
+        for _ in range(_CHECK_EVERY if numbers else 1):
             if len(sizes) < len(requests):
                 outputs = (output for output in engine.step() if output.finished)
                 sizes |= {int(o.request_id): len(o.outputs[0].token_ids) for o in outputs}
-        if self.stop:
-            tokens = self._sampler.tokens_so_far(list(known))
+        if numbers:
+            tokens = self._sampler.tokens_so_far(numbers)
             rows = []
             for (number, num_checked), row in zip(known.items(), tokens, strict=True):
-                rows.append(
-                    (requests[number].prompt.tolist(), row[: sizes.get(number)], num_checked)
-                )
-            ends = dict(zip(known, self.stop.first_ends(rows), strict=True))
+                rows.append((requests[number], row[: sizes.get(number)], num_checked))
             stopped = {}
-            for number, end in ends.items():
+            for number, end in zip(numbers, self.find_stops(rows), strict=True):
                 if end is not None:
                     stopped[number] = end
             engine.abort_request([str(number) for number in stopped if number not in sizes])
@@ -265,6 +265,10 @@ class VllmGenerator(RequestGenerator):
         while not requests and getattr(self._core, "batch_queue", None):
             engine.step()  # finish the step that async scheduling has started
         return finished
+
+    def tokens_so_far(self, request_ids: Sequence[int]) -> list[list[int]]:
+        """See RequestGenerator.tokens_so_far."""
+        return self._sampler.tokens_so_far(request_ids)
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
         """Makes the model read the trainer's shards from now on, and frees vLLM's own weights.

@@ -33,6 +33,7 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import CPU_BLOCK_TOKENS, PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
+from spmdflow.rollout.grammar import GuidedRows
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_adapter import engine_arguments
 from spmdflow.rollout.vllm_experts import keep_plain_experts
@@ -156,8 +157,9 @@ class RowSampler(nn.Module):
     only when vLLM's batch has changed.
     """
 
-    def __init__(self, runner: Any, *, keeps_noise: bool) -> None:
-        """keeps_noise: vLLM's own sampler chooses the tokens, with its own random numbers."""
+    def __init__(self, runner: Any, *, ends: Sequence[int], keeps_noise: bool) -> None:
+        """ends: token ids that end a response. keeps_noise: vLLM's own sampler chooses the tokens,
+        with its own random numbers."""
         super().__init__()
         self.sampling = Sampling(max_new_tokens=1)
         self.requests: dict[int, Request] = {}
@@ -165,6 +167,7 @@ class RowSampler(nn.Module):
         self._runner = runner
         self.routes: VllmRoutes | None = None
         """Keeps the experts of all tokens, if they are returned."""
+        self._guided = GuidedRows(ends)
         self._names = list[str]()
         self._numbers = list[int]()
         self._rows = dict[int, int]()
@@ -194,7 +197,7 @@ class RowSampler(nn.Module):
         names = self._runner.input_batch.req_ids
         assert len(names) == len(logits), (len(names), tuple(logits.shape))
         if names != self._names:
-            self._arrange(list(names))
+            self._arrange(list(names), logits.shape[-1])
         if self.routes is not None:
             self.routes.store(self._names, self._numbers, self.requests)
         rows, seeds, prompts, drawn = self._facts
@@ -207,13 +210,29 @@ class RowSampler(nn.Module):
             log_probs = log_probs_of(logits, tokens, self.sampling)
         # vLLM discards draws within a prompt, and those of a row that it computes a second time
         is_new = positions == self._counts[rows]
+        if self._guided:
+            tokens, log_probs = self._guided.redraw(
+                self._new_numbers(is_new),
+                logits,
+                self.sampling,
+                seeds,
+                positions.clamp(min=0) + drawn,
+                (tokens, log_probs),
+            )
         slots = (rows, positions.clamp(min=0))
         self._tokens[slots] = torch.where(is_new, tokens, self._tokens[slots])
         self._log_probs[slots] = torch.where(is_new, log_probs, self._log_probs[slots])
         self._counts[rows] += is_new
         return self._output(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=None)
 
-    def _arrange(self, names: list[str]) -> None:
+    def _new_numbers(self, is_new: Tensor) -> list[int | None]:
+        """The request of each row of the batch; None where the token is not recorded."""
+        result: list[int | None] = []
+        for number, counts in zip(self._numbers, is_new.tolist(), strict=True):
+            result.append(number if counts else None)
+        return result
+
+    def _arrange(self, names: list[str], vocab_size: int) -> None:
         """Stores vLLM's new batch: request names, and (4, B) facts on the device in self._facts.
 
         The facts are table row, seed, prompt length and num_drawn. A request that is new gets a
@@ -225,6 +244,13 @@ class RowSampler(nn.Module):
         for number, request in zip(numbers, requests, strict=True):
             if number not in self._rows:
                 self._rows[number] = self._free_row(request.sampling.max_new_tokens + 1)
+                self._guided.add(
+                    number,
+                    request.sampling,
+                    request.prompt,
+                    num_drawn=request.num_drawn,
+                    vocab_size=vocab_size,
+                )
         facts = []
         for number, request in zip(numbers, requests, strict=True):
             facts.append((self._rows[number], request.seed, len(request.prompt), request.num_drawn))
@@ -283,7 +309,8 @@ class RowSampler(nn.Module):
             routes = self.routes.take(number, len(request.prompt) + size)
         if self.routes is not None and routes is not None:
             routes = as_column(routes, self.routes.num_experts)
-        return Finished(number, tokens, log_probs, routes)
+        notes = self._guided.take(number, size)
+        return Finished(number, tokens, log_probs, routes, notes)
 
 
 def _run_without_compiling() -> None:

@@ -31,6 +31,7 @@ from spmdflow.rollout.generator import (
     RequestGenerator,
     RunContext,
     WakePart,
+    stop_strings,
 )
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.dialect import DIALECTS
@@ -153,7 +154,7 @@ class ServedGenerator(RequestGenerator):
     def add(self, request: Request) -> int:
         """See RequestGenerator.add. The row waits until a server has a free slot."""
         self.admit(request, list(self._live.values())[:1])
-        number = self._fleet.add(request, self.stop)
+        number = self._fleet.add(request, stop_strings(request.sampling))
         self._live[number] = request
         return number
 

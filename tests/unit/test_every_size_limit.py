@@ -16,17 +16,17 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 | 32 MiB, a piece of plain data | parallel/group.py | test_groups.py: groups_are_made_once |
 | 16 MiB, memory with huge pages | data/column.py | here |
 | 2**20 samples of a held-out row | data/row_id.py | below here; above test_row_id.py |
-| 4 MiB, body of a request | episodes/endpoint.py | here |
-| 64 MiB, body that is read and refused | episodes/endpoint.py | here |
-| 64 KiB, head of a request | episodes/endpoint.py | here |
-| 18 digits of a content-length | episodes/endpoint.py | here |
-| 16 requests under way | episodes/endpoint.py | here |
+| 4 MiB, body of a request | episodes/http.py | here |
+| 64 MiB, body that is read and refused | episodes/http.py | here |
+| 64 KiB, head of a request | episodes/http.py | here |
+| 20 digits of a content-length | h11 | here |
 | 100 refused requests | episodes/endpoint.py | here |
-| 32 connections of an episode | episodes/connections.py | test_endpoint.py: leaks_connections |
-| 256 strangers | episodes/connections.py | test_endpoint.py: idle_strangers, has_no_deadline |
+| 128 connections of an episode, also its waiting requests | episodes/connections.py | here |
+| 256 strangers, 192 of an address | episodes/connections.py | test_endpoint.py: strangers |
+| 4096 connections in all | episodes/connections.py | test_endpoint.py: idle_connections |
 | 256 connections of ended episodes | episodes/connections.py | here |
-| 50 warnings, 100 letters of a field | episodes/fields.py | here |
-| 1000 letters of a refusal | episodes/fields.py | here |
+| 50 warnings, 100 letters of a field | episodes/ask.py | here |
+| 1000 letters of a refusal | episodes/ask.py | here |
 | 256 MiB, a row of an environment | episodes/child.py | none: too large for a test |
 | 64 KiB, a read of an answer | rewards/process.py | here |
 | 64 calls of a chunk | rewards/pool.py | test_rewards.py: chunks_cover_every_sample |
@@ -112,11 +112,12 @@ from spmdflow.datasets.encode import AnswerEncoder
 from spmdflow.datasets.line_file import LineFile
 from spmdflow.datasets.scan import scan
 from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.episodes import ask, http
 from spmdflow.episodes import endpoint as endpoints
-from spmdflow.episodes import fields
-from spmdflow.episodes.connections import MOST_IDLE, Connections
+from spmdflow.episodes.ask import Refusal
+from spmdflow.episodes.connections import ConnectionLimits, Connections
 from spmdflow.episodes.endpoint import Endpoint, EpisodeFault, GenerationRequest
-from spmdflow.episodes.fields import Refusal, parse_request
+from spmdflow.episodes.fields import parse_request
 from spmdflow.errors import DataError, MessageError
 from spmdflow.plan.example import SMALL_FILE_BYTES, scan_or_assume
 from spmdflow.rewards import child, countdown, gsm8k
@@ -303,7 +304,7 @@ def test_body_of_the_largest_size_is_answered_and_a_larger_one_is_refused(
     endpoint: Endpoint,
 ) -> None:
     agent = Agent(endpoint)
-    largest = b'{"prompt": "a"}'.ljust(endpoints._MOST_BODY_BYTES)
+    largest = b'{"prompt": "a"}'.ljust(http.MOST_BODY_BYTES)
     with agent.connect() as connection:
         connection.sendall(agent.request(largest))
         next_draw(endpoint).done(words(TOKENIZER, "b"))
@@ -316,7 +317,7 @@ def test_body_of_the_largest_size_is_answered_and_a_larger_one_is_refused(
     assert agent.is_answered()
 
 
-@pytest.mark.parametrize("size", [64 << 20, (64 << 20) + 1, 10**18 - 1])
+@pytest.mark.parametrize("size", [64 << 20, (64 << 20) + 1, 10**20 - 1])
 def test_body_that_is_far_too_large_is_read_up_to_a_limit_and_refused(
     endpoint: Endpoint, size: int
 ) -> None:
@@ -326,7 +327,7 @@ def test_body_that_is_far_too_large_is_read_up_to_a_limit_and_refused(
 
     with agent.connect() as connection:
         connection.sendall(head)
-        for _ in range(endpoints._MOST_DISCARDED_BYTES // len(block)):
+        for _ in range(http._MOST_DISCARDED_BYTES // len(block)):
             connection.sendall(block)
         status, said = answer_from(connection)
 
@@ -342,35 +343,31 @@ def test_head_of_the_largest_size_is_answered_and_after_a_larger_one_the_connect
     body = b'{"prompt": "a"}'
     request = agent.request(body)
     head, _, _ = request.partition(b"\r\n\r\n")
-    padding = endpoints._MOST_HEAD_BYTES + more - len(head) - len(b"\r\nx-padding: ")
+    padding = http._MOST_HEAD_BYTES + more - len(head) - len(b"\r\nx-padding: ")
     head += b"\r\nx-padding: " + b"x" * padding
-    assert len(head) == endpoints._MOST_HEAD_BYTES + more
+    assert len(head) == http._MOST_HEAD_BYTES + more
 
     with agent.connect() as connection:
-        connection.sendall(head + b"\r\n\r\n" + body)
+        connection.sendall(head)
         if more <= 0:
+            connection.sendall(b"\r\n\r\n" + body)
             next_draw(endpoint).done(words(TOKENIZER, "b"))
             assert answer_from(connection)[0] == 200
         else:
-            try:
-                received = connection.recv(1)
-            except ConnectionResetError:  # the body was not read
-                received = b""
-            assert received == b""
+            assert answer_from(connection)[0] == 431
+            assert connection.recv(1) == b""
 
     assert agent.is_answered()
 
 
-@pytest.mark.parametrize(("digits", "expected"), [(18, 413), (19, 400)])
-def test_content_length_has_at_most_as_many_digits_as_fit_into_64_bits(
+@pytest.mark.parametrize(("digits", "expected"), [(20, 413), (21, 400)])
+def test_content_length_has_at_most_20_digits(
     endpoint: Endpoint, digits: int, expected: int
 ) -> None:
     agent = Agent(endpoint)
-    size = str(endpoints._MOST_BODY_BYTES + 1).zfill(digits)
+    size = str(http.MOST_BODY_BYTES + 1).zfill(digits)
 
-    body = (
-        bytes(endpoints._MOST_BODY_BYTES + 1) if expected == 413 else b""
-    )  # a refused one is not read
+    body = bytes(http.MOST_BODY_BYTES + 1) if expected == 413 else b""  # a refused one is not read
 
     status, _ = agent.ask(body, size=size)
 
@@ -378,13 +375,13 @@ def test_content_length_has_at_most_as_many_digits_as_fit_into_64_bits(
     assert agent.is_answered()
 
 
-def test_as_many_requests_of_an_episode_wait_as_may_and_one_more_is_refused(
+def test_as_many_requests_of_an_episode_wait_as_it_may_have_connections(
     endpoint: Endpoint,
 ) -> None:
     agent = Agent(endpoint)
     with ExitStack() as opened:
         waiting = []
-        for _ in range(endpoints._MOST_UNDER_WAY + 1):
+        for _ in range(ConnectionLimits.of_episode + 1):
             connection = opened.enter_context(agent.connect())
             connection.sendall(agent.request({"prompt": "a"}))
             waiting.append(connection)
@@ -397,8 +394,8 @@ def test_as_many_requests_of_an_episode_wait_as_may_and_one_more_is_refused(
             next_draw(endpoint).done(words(TOKENIZER, "b"))
         statuses = [answer_from(connection)[0] for connection in waiting]
 
-    assert status == 429 and "more than 16 requests under way" in said["error"]["message"]
-    assert statuses == [200] * endpoints._MOST_UNDER_WAY
+    assert status == 429 and "more than 128 open connections" in said["error"]["message"]
+    assert statuses == [200] * ConnectionLimits.of_episode
 
 
 def test_the_last_refused_request_that_is_too_many_ends_its_episode(endpoint: Endpoint) -> None:
@@ -417,16 +414,16 @@ def test_the_last_refused_request_that_is_too_many_ends_its_episode(endpoint: En
 
 
 def test_connections_of_ended_episodes_stay_until_there_are_too_many() -> None:
-    connections = Connections()
+    connections = Connections(ConnectionLimits())
     closed = list[int]()
-    for number in range(MOST_IDLE + 1):
+    for number in range(ConnectionLimits.idle + 1):
         connection, _ = connections.admit(lambda number=number: closed.append(number), 0.0)
         assert connections.claim(connection, f"episode {number}")
-    for number in range(MOST_IDLE):
+    for number in range(ConnectionLimits.idle):
         connections.end_episode(f"episode {number}")
     assert closed == []
 
-    connections.end_episode(f"episode {MOST_IDLE}")
+    connections.end_episode(f"episode {ConnectionLimits.idle}")
 
     assert closed == [0]
 
@@ -434,21 +431,21 @@ def test_connections_of_ended_episodes_stay_until_there_are_too_many() -> None:
 def test_ignored_fields_are_logged_up_to_a_number_and_their_names_up_to_a_length(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    names = ["a" * fields._NAME_LETTERS, "b" * (fields._NAME_LETTERS + 1)]
-    names += [f"field {number}" for number in range(fields._MOST_WARNINGS)]
+    names = ["a" * ask._NAME_LETTERS, "b" * (ask._NAME_LETTERS + 1)]
+    names += [f"field {number}" for number in range(ask._MOST_WARNINGS)]
     told: set[str] = set()
 
     parse_request({"prompt": "a", **dict.fromkeys(names, 1)}, chat=False, warned_fields=told)
     parse_request({"prompt": "a", "one more": 1}, chat=False, warned_fields=told)
 
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == fields._MOST_WARNINGS
+    assert len(said) == ask._MOST_WARNINGS
     assert f"'{names[0]}'" in said[0]
     assert names[1] not in said[1] and "b ... b" in said[1]
 
 
 def test_text_of_a_refusal_is_whole_up_to_a_length_and_then_loses_its_middle() -> None:
-    whole = "x" * fields._REFUSAL_LETTERS
+    whole = "x" * ask._REFUSAL_LETTERS
 
     assert str(Refusal(whole)) == whole
     assert str(Refusal(whole + "y")) == "x" * 500 + " ... " + "x" * 499 + "y"

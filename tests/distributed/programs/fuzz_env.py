@@ -95,6 +95,7 @@ class _Fuzzer:
             method = self._draw.choice(["GET", "", "PUT", "post"])
         head = [
             f"{method} {self._place.path}/{route} HTTP/1.1",
+            f"host: {self._place.netloc}",
             f"authorization: Bearer {self._key}",
             f"content-length: {size}",
         ]

@@ -274,7 +274,7 @@ def test_parsers_that_do_not_exist_or_do_not_fit_are_refused_with_the_choices() 
         ({"n": 2}, "n"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"stop": [""]}, "stop"),
         ({"messages": [{"content": "no role"}]}, "messages"),

@@ -6,12 +6,12 @@ import http.client
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
 
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Limits, Recorder
@@ -59,7 +59,11 @@ def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests:
     limits = Limits(
         9, max_prompt_tokens=9, max_new_tokens=9, may_fork=True, vocab_size=len(tokenizer)
     )
-    new_recorder = partial(Recorder, tokenizer, (tokenizer.eos_token_id,), limits)
+    ends = (tokenizer.eos_token_id,)
+
+    def new_recorder(number: int) -> Recorder:
+        return Recorder(ChatTemplate(tokenizer), ends, limits)
+
     endpoint = Endpoint(tokenizer)
     pool = EndingPool(endpoint, num_requests)
     lead = _ReplicaLeader(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)

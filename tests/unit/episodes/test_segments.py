@@ -41,7 +41,7 @@ def segment(name: str, turns: Sequence[int], *, tokens_each: int = 2) -> Segment
     return Segment([1], tokens, mask, name=name, replies=replies)
 
 
-IDS = {f"id-{turn}": turn for turn in range(10)}
+IDS = {f"{turn}": turn for turn in range(10)}
 THREE = [segment("", [0, 3]), segment("helper", [1]), segment("", [2, 4])]
 """In the order of their last replies: helper, the first, the third."""
 

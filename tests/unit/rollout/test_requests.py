@@ -101,13 +101,13 @@ def test_aborted_requests_are_never_given_and_the_others_are_as_before(folder: P
     assert generator.step() == []
 
 
-def test_requests_may_differ_in_their_longest_response_only(folder: Path) -> None:
+def test_requests_may_differ_in_their_longest_response_and_stop_strings_only(folder: Path) -> None:
     generator = _generator(folder / "grouped")
     generator._end_tokens = torch.tensor([], dtype=torch.int64)
     ids = [generator.add(Request(torch.tensor([5]), 7, Sampling(n))) for n in (3, 9)]
 
     with pytest.raises(
-        ConfigError, match="expected the same apart from max_new_tokens; wait until"
+        ConfigError, match="expected the same apart from max_new_tokens and stop; wait"
     ):
         generator.add(Request(torch.tensor([5]), 7, Sampling(3, top_k=2)))
     done = _finish(generator, ids)

@@ -1,0 +1,108 @@
+"""What a dialect is: one way to write requests, answers, streams of events and errors.
+
+A dialect translates to and from the internal form (`ask`). It knows no sockets and no episodes.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
+
+MODEL = "policy"
+"""Name of the model. Requests with any other name use the same weights."""
+NO_EVENT = b": the reply is being generated\n\n"
+"""A comment of an event stream, which parsers skip."""
+
+
+class EventStream(ABC):
+    """The events of one streamed reply, as the bytes that are sent.
+
+    First `begin`, then `add_text` for each new piece of the reply's text, then `end`.
+    """
+
+    def __init__(self) -> None:
+        self.sent = ""
+        """Text that `add_text` got so far."""
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """The events before the first text."""
+
+    @abstractmethod
+    def write_text(self, more: str) -> bytes:
+        """The events for more text, which is not empty."""
+
+    @abstractmethod
+    def finish(self, reply: Reply) -> bytes:
+        """The events after all of the reply's text: its calls, why it ended, and its size."""
+
+    @abstractmethod
+    def fail(self, refusal: Refusal) -> bytes:
+        """The event for a failure after the stream has begun."""
+
+    def add_text(self, more: str) -> bytes:
+        """The events for more text; none for no text."""
+        self.sent += more
+        return self.write_text(more) if more else b""
+
+    def end(self, reply: Reply) -> bytes:
+        """The events for the remaining text and the end of a reply."""
+        content = reply.message.get("content") or ""
+        rest = b""
+        if content.startswith(self.sent):
+            rest = self.add_text(content[len(self.sent) :])
+        return rest + self.finish(reply)
+
+
+class ApiDialect(ABC):
+    """One API whose requests are answered."""
+
+    @abstractmethod
+    def parse(
+        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+    ) -> Ask:
+        """The Ask for the JSON body of a request; Refusal if it cannot be met as it stands.
+
+        past: id of an earlier reply -> the messages up to it. warned_fields: names of ignored
+        fields that were logged; names are added.
+        """
+
+    @abstractmethod
+    def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
+        """The answer that is not streamed, as JSON."""
+
+    @abstractmethod
+    def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
+        """A stream for a reply with this name (`Reply.name`)."""
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        """The answer to a request that is refused, as JSON; in OpenAI's form."""
+        kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+        fields = {"message": str(refusal), "type": kind, "code": refusal.code, "param": None}
+        return {"error": fields}
+
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, list[Message]] | None:
+        """(id, messages) that a later request may refer to by that id; None: it cannot."""
+        return None
+
+
+def write_event(fields: Mapping[str, Any], *, name: str = "") -> bytes:
+    """One server-sent event. name: its type; empty: it has none."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(fields)}\n\n".encode()
+
+
+def check_log_probs(field: str, count: object) -> int:
+    """How many of the likeliest tokens are asked for. Refusal for anything but 0 to 20."""
+    if count is None:
+        return 0
+    if type(count) is not int or not 0 <= count <= MOST_TOP_LOG_PROBS:
+        raise Refusal(f"{field}: got {count!r}, expected a number from 0 to {MOST_TOP_LOG_PROBS}")
+    return count
+
+
+MOST_TOP_LOG_PROBS = 20
