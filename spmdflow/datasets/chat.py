@@ -53,6 +53,8 @@ _TEMPLATE_FAILURES = (
 
 _time_limit = TimeLimit(seconds=30)
 """Limit for rendering one conversation."""
+_MOST_RECENT = 4
+"""Rendered conversations that a template remembers."""
 
 
 class ChatTemplate:
@@ -77,6 +79,8 @@ class ChatTemplate:
         self._trusted_roles = frozenset(trusted_roles)
         self._special = _special_texts(tokenizer)
         self._pattern = _pattern_of(self._special)
+        self._recent: dict[str, str] = {}
+        """What was rendered recently -> its text: a conversation is often rendered again soon."""
 
     def render(
         self,
@@ -93,6 +97,21 @@ class ChatTemplate:
         adds file and line.
         tools: schemas that the template shows to the model.
         """
+        try:
+            key = json.dumps([messages, tools, answered])
+        except (TypeError, ValueError, RecursionError):
+            return self._render_hidden(messages, answered, tools)
+        text = self._recent.get(key)
+        if text is None:
+            text = self._render_hidden(messages, answered, tools)
+            recent = list(self._recent.items())[1 - _MOST_RECENT :]
+            self._recent = dict([*recent, (key, text)])  # replaced: other threads may read it
+        return text
+
+    def _render_hidden(
+        self, messages: list[Message], answered: bool, tools: list[Any] | None
+    ) -> str:
+        """See `render`, which remembers the last texts."""
         hidden = []
         for message in messages:
             is_trusted = message.get("role") in self._trusted_roles

@@ -183,6 +183,8 @@ def response_texts(
     for index, text in enumerate(texts):
         if text is None:
             unknown.append(index)
+    if not unknown:
+        return [text or "" for text in texts]
     behind = [prompts[index] for index in unknown]
     after = [responses[index] for index in unknown]
     alone = _decode(tokenizer, after)

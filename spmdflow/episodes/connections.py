@@ -22,9 +22,9 @@ from dataclasses import dataclass
 class ConnectionLimits:
     """How many connections of each kind an endpoint has."""
 
-    strangers: int = 256
+    strangers: int = 1024
     """Without a valid request."""
-    strangers_of_address: int = 192
+    strangers_of_address: int = 768
     """The same, from one address."""
     idle: int = 256
     """Whose episodes have ended."""

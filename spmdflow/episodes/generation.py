@@ -76,7 +76,6 @@ class PendingReply:
         self.tokens: list[int] = []
         """Those so far, if they are asked for."""
         self._changed = asyncio.Event()
-        self.future.add_done_callback(lambda _: self._changed.set())
 
     def done(self, drawn: VersionedResponse | None) -> None:
         """See GenerationRequest.done."""
@@ -107,10 +106,12 @@ class PendingReply:
     def _finish(self, drawn: VersionedResponse | None) -> None:
         if not self.future.done():
             self.future.set_result(drawn)
+            self._changed.set()
 
     def _fail(self, err: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(RequestNotAdded(err))
+            self._changed.set()
 
     def _show(self, tokens: list[int]) -> None:
         self.tokens = tokens

@@ -142,14 +142,17 @@ class HttpConnection(asyncio.Protocol):
 
     async def _wait(self, deadline: float | None) -> None:
         """Waits until `_wake` is called. ClientLeft after the deadline (None: no limit)."""
-        self._waiting = self._loop.create_future()
+        waiting: asyncio.Future[None] = self._loop.create_future()
+        self._waiting = waiting
+        timer = None
+        if deadline is not None:
+            timer = self._loop.call_at(deadline, _expire, waiting)
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._waiting
-        except TimeoutError as err:
-            raise ClientLeft from err
+            await waiting
         finally:
             self._waiting = None
+            if timer is not None:
+                timer.cancel()
 
     async def _next_event(self, deadline: float | None) -> Any:
         """h11's next event: a request's head, a part of its body, its end, or the client's end.
@@ -280,6 +283,12 @@ class HttpConnection(asyncio.Protocol):
     def _write(self, data: bytes | None) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+
+def _expire(waiting: asyncio.Future[None]) -> None:
+    """Ends a wait whose deadline has come."""
+    if not waiting.done():
+        waiting.set_exception(ClientLeft())
 
 
 def _too_large(size: int) -> MalformedRequest:

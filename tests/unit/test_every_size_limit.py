@@ -22,7 +22,7 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 | 20 digits of a content-length | h11 | here |
 | 100 refused requests | episodes/endpoint.py | here |
 | 128 connections of an episode, also its waiting requests | episodes/connections.py | here |
-| 256 strangers, 192 of an address | episodes/connections.py | test_endpoint.py: strangers |
+| 1024 strangers, 768 of an address | episodes/connections.py | test_endpoint.py: strangers |
 | 4096 connections in all | episodes/connections.py | test_endpoint.py: idle_connections |
 | 256 connections of ended episodes | episodes/connections.py | here |
 | 50 warnings, 100 letters of a field | episodes/ask.py | here |
