@@ -198,7 +198,7 @@ def test_adapter_that_was_trained_further_loads_in_peft_as_the_merged_model(
     merged = auto.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         logits = [model.eval()(ids).logits for model in (ours, merged, begun)]
-    assert float((logits[0] - logits[1]).abs().max()) < 1e-4  # of logits that reach 30
+    assert float((logits[0] - logits[1]).abs().max()) < 1e-4  # of logits that reach 24
     assert float((logits[0] - logits[2]).abs().max()) > 1e-2
     config = peft.LoraConfig.from_pretrained(started / "export/actor")
     assert config.use_rslora and config.lora_dropout == 0.1 and config.lora_alpha == 8

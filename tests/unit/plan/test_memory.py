@@ -19,10 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdflow.config.load import load
+from spmdflow.config.model import LoRAConfig, PolicyModelConfig
 from spmdflow.controller.script import run_flow
 from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.parallel.layout import Layout
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.replay import Replay
+from spmdflow.plan.workload import adapter_parameters, divided_adapter_parameters
+from spmdflow.weights.adapter import is_adapter
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.ranks import megatron_tables
 from tests.unit.planned import ALGORITHMS, SMALL, trace_replayed, traced
 
 LEAST = 0.9
@@ -202,3 +208,21 @@ def test_predicted_memory_of_samples_that_share_prompts_is_near_the_measured_pea
     kept = update.total - update.parts["activations"]
     ratios["activations"] = update.parts["activations"] / (peaks[update.phase] - kept)
     assert all(LEAST < ratio < MOST + 0.05 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_adapters_of_a_rank_under_megatron_are_counted_as_its_table_has_them(tp_size: int) -> None:
+    model_folder = ALGORITHMS / "arithmetic" / "model"
+    model = PolicyModelConfig(path=str(model_folder), lora=LoRAConfig(rank=8))
+    assert model.lora is not None
+    architecture = replace(Architecture.from_folder(model_folder), adapters=model.lora.adapters)
+    layout = Layout(tuple(range(tp_size)), pp_size=1, dp_size=1, tp_size=tp_size)
+    tables = megatron_tables(architecture, layout)
+
+    divided = divided_adapter_parameters(model)
+    of_rank = adapter_parameters(model) - divided + divided / tp_size
+
+    for table in tables.values():
+        adapters = [x for x in table.values() if any(is_adapter(p.name) for p in x.pieces)]
+        assert sum(tensor.size for tensor in adapters) == of_rank
+    assert adapter_parameters(model) == 34816
