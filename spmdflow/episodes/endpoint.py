@@ -8,7 +8,7 @@ request; connections and refused requests of one episode; number and time of con
 not named an episode; time of slow clients. An unexpected error is logged, answered with status 500,
 and fails the episode whose request caused it.
 
-Requests of one episode wait for one another. If a client leaves while its reply is generated, the
+Requests of one episode are generated at the same time. If a client leaves while its reply is generated, the
 generator is told to stop, and nothing is recorded.
 """
 
@@ -323,8 +323,8 @@ class Endpoint:
         """Writes the answer to a request; Refusal if it cannot be answered.
 
         route is models, models/..., or one of DIALECTS (404 otherwise). The latter need POST (405);
-        their replies are generated one after another per episode. An error that an invalid request
-        causes becomes a Refusal (400). Any other error is reported by `_report_unexpected`.
+        their replies are generated at the same time. An error that an invalid request causes becomes
+        a Refusal (400). Any other error is reported by `_report_unexpected`.
         """
         if route == "models" or route.startswith("models/"):
             http.reply(json.dumps(_models(route)).encode())
@@ -343,8 +343,7 @@ class Endpoint:
                 count = episode.recorder.count_tokens(ask)
                 http.reply(json.dumps({"input_tokens": count}).encode())
                 return
-            async with episode.turn:
-                await self._replies.reply(episode, speaker, dialect, body, http)
+            await self._replies.reply(episode, speaker, dialect, body, http)
         except (Refusal, ClientLeft):
             raise
         except _UNREADABLE as err:

@@ -127,8 +127,6 @@ class RunningEpisode:
         self.name = name
         self.recorder = recorder
         self.key = secrets.token_urlsafe(24)
-        self.turn = asyncio.Lock()
-        """Requests of an episode are generated one after another."""
         self.under_way = 0
         self.refused = 0
         self.past: dict[str, list[Message]] = {}

@@ -50,7 +50,7 @@ class EndingPool:
 
     def _all_are_there(self) -> bool:
         (episode,) = self._endpoint._episodes.values()
-        return episode.under_way == self._num_requests and not self._endpoint.inbox.empty()
+        return episode.under_way == self._endpoint.inbox.qsize() == self._num_requests
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
@@ -68,10 +68,8 @@ def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests:
     pool = EndingPool(endpoint, num_requests)
     lead = _ReplicaLeader(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
 
-    for client in pool.clients:  # the turn of the second comes when its episode has ended
-        while endpoint.inbox.empty():
-            time.sleep(0.001)
-        assert lead.collect_changes(lambda: True, idle=True).added == []
+    assert lead.collect_changes(lambda: True, idle=True).added == []
+    for client in pool.clients:
         with pytest.raises(http.client.RemoteDisconnected):
             client.getresponse()
     endpoint.close()
