@@ -8,8 +8,8 @@ request; connections and refused requests of one episode; number and time of con
 not named an episode; time of slow clients. An unexpected error is logged, answered with status 500,
 and fails the episode whose request caused it.
 
-Requests of one episode are generated at the same time. If a client leaves while its reply is generated, the
-generator is told to stop, and nothing is recorded.
+Requests of one episode are generated at the same time. If a client leaves while its reply is
+generated, the generator is told to stop, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -323,8 +323,8 @@ class Endpoint:
         """Writes the answer to a request; Refusal if it cannot be answered.
 
         route is models, models/..., or one of DIALECTS (404 otherwise). The latter need POST (405);
-        their replies are generated at the same time. An error that an invalid request causes becomes
-        a Refusal (400). Any other error is reported by `_report_unexpected`.
+        their replies are generated at the same time. An error that an invalid request causes
+        becomes a Refusal (400). Any other error is reported by `_report_unexpected`.
         """
         if route == "models" or route.startswith("models/"):
             http.reply(json.dumps(_models(route)).encode())
