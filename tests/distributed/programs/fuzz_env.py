@@ -112,9 +112,14 @@ class _Fuzzer:
 
     def _body(self) -> tuple[str, object]:
         """(route, body): a good one, of which some fields are replaced."""
-        route = self._draw.choice(["completions", "chat/completions", "completions", "models"])
+        routes = ["completions", "chat/completions", "completions", "models"]
+        routes += ["responses", "messages", "messages/count_tokens"]
+        route = self._draw.choice(routes)
         body: dict[str, Any] = {"max_tokens": self._draw.randrange(1, 4)}
-        if route == "chat/completions":
+        if route == "responses":
+            texts = ["guess", [{"role": "user", "content": "guess"}], self._value(3)]
+            body["input"] = self._draw.choice(texts)
+        elif "messages" in route or route == "chat/completions":
             body["messages"] = [
                 {"role": self._draw.choice(["user", "assistant", "system"]), "content": "guess"}
                 for _ in range(self._draw.randrange(1, 4))
@@ -128,6 +133,7 @@ class _Fuzzer:
             body["logprobs"] = True
             body["stream"] = self._draw.choice([True, False])
         names = [*body, "tools", "stop", "n", "tool_choice", "stream_options", "response_format"]
+        names += ["instructions", "previous_response_id", "text", "system", "output_config"]
         for _ in range(self._draw.choice([0, 0, 0, 1, 1, 2])):
             body[self._draw.choice(names)] = self._value(3)
         if "messages" in body and self._draw.random() < 0.3 and isinstance(body["messages"], list):
