@@ -7,6 +7,7 @@ too (`check_rows`). Messages say got, expected, do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from spmdflow.config.offline import (
     PreferenceLossConfig,
     check_preferences,
 )
-from spmdflow.config.schema import DataSettings
+from spmdflow.config.schema import AUTO, DataSettings
 from spmdflow.errors import ConfigError
 from spmdflow.weights.own_code import refuse_own_code
 
@@ -71,7 +72,7 @@ def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
 
     chat_template_arguments need a chat template or episodes; tools_column and
     rows_per_conversation=answers need a chat template. The name of an argument is an identifier and
-    none of `_OWN_TEMPLATE_ARGUMENTS`, which a run sets itself.
+    none of `_OWN_TEMPLATE_ARGUMENTS`, which a run sets itself. The date is one, or auto.
     """
     where = f"{key}.chat_template_arguments"
     if data.chat_template_arguments and not (data.chat_template or episodes):
@@ -91,12 +92,20 @@ def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
         if not str(name).isidentifier() or name in _OWN_TEMPLATE_ARGUMENTS:
             expected = "a variable that the template reads and the run does not set itself"
             raise ConfigError.of(where, repr(name), expected, f"remove it from {where}")
+    if data.chat_template_date != AUTO:
+        try:
+            date.fromisoformat(data.chat_template_date)
+        except ValueError as err:
+            where = f"{key}.chat_template_date"
+            got = repr(data.chat_template_date)
+            expected = "a date such as 2026-11-28"
+            raise ConfigError.of(where, got, expected, f"correct it, or set {where}=auto") from err
 
 
 _OWN_TEMPLATE_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message "
     "tokenize padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
+    "return_assistant_tokens_mask tokenizer_kwargs processor_kwargs strftime_now".split()
 )
 """Arguments of apply_chat_template that are no variables of a template, or that a run sets."""
 

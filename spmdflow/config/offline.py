@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from spmdflow.config.leaf import defaults, leaves, part, setting
 from spmdflow.config.model import PolicyModelConfig
 from spmdflow.config.schema import (
+    AUTO,
     CHAT_ARGUMENTS_DOC,
+    CHAT_DATE_DOC,
     EVAL_PROMPTS_DOC,
     EVAL_SAMPLES_DOC,
     PLACEMENT_TYPE,
@@ -216,6 +218,7 @@ class HeldOutConfig(DataSettings):
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
     chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
+    chat_template_date: str = setting(CHAT_DATE_DOC, AUTO)
     trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
     tools_column: str | None = setting(TOOLS_DOC, None)
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")

@@ -1,4 +1,4 @@
-"""What the settings of a run become before it starts: five passes over them, in order.
+"""What the settings of a run become before it starts: six passes over them, in order.
 
 Each pass takes `Settings` and returns new ones with the reasons for what it chose. It leaves its
 argument as it is.
@@ -7,6 +7,7 @@ argument as it is.
 |---|---|
 | device_defaults | `auto` values that follow from the device, installed packages or the loss |
 | resume | the same values, pools and layouts, as the run had them whose checkpoint is resumed |
+| template_date | the date that chat templates show, if they ask for it |
 | placement | pools and layouts if placement=auto, by the planner's search |
 | memory | what is offloaded, the KV cache and options that memory allows, by the planner |
 | check | nothing: it raises ConfigError for settings that cannot work |
@@ -28,17 +29,20 @@ import copy
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from spmdflow.config import check as checks
-from spmdflow.config.leaf import flat, parts_of, value_text
+from spmdflow.config.leaf import flat, follow, parts_of, value_text
 from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.config.schema import (
     AUTO,
     CPU_CACHE_BYTES,
     DTYPES,
+    DataSettings,
     EngineConfig,
     FrozenEngineConfig,
     Precise,
@@ -114,6 +118,7 @@ class Settings:
         cfg = copy.deepcopy(self.cfg)
         for choice in choices:
             choice.set_in(cfg)
+        follow(cfg)
         return replace(self, cfg=cfg)
 
 
@@ -170,8 +175,29 @@ def resume(settings: Settings) -> tuple[Settings, list[Choice]]:
     return settings, choices
 
 
+def template_date(settings: Settings) -> tuple[Settings, list[Choice]]:
+    """Pass 3: replace `auto` as the date of chat templates that ask for today's.
+
+    It becomes the date that the resumed run had, otherwise today's in UTC. Commands carry rank 0's
+    settings, so all ranks render with rank 0's date.
+    """
+    before = flat(dict(settings.previous.settings)) if settings.previous else {}
+    choices = []
+    for section, data in parts_of(settings.cfg, DataSettings):
+        if data.chat_template_date != AUTO or not _shows_date(Path(data.tokenizer_path)):
+            continue
+        key = f"{section}.chat_template_date"
+        day = before.get(key, AUTO)
+        why = "the checkpoint's run had it"
+        if day == AUTO:
+            day = datetime.now(UTC).date().isoformat()
+            why = "the chat template shows the date"
+        choices.append(Choice(key, day, why))
+    return settings.with_choices(choices), choices
+
+
 def placement(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Pass 3: replace placement=auto by the pools and layouts that the planner finds.
+    """Pass 4: replace placement=auto by the pools and layouts that the planner finds.
 
     Does nothing if the placement is set. If a resumed run's placement did not apply, the reasons
     say why not.
@@ -187,7 +213,7 @@ def placement(settings: Settings) -> tuple[Settings, list[Choice]]:
 
 
 def memory(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Pass 4: let the planner choose what depends on memory: offloading, KV caches, options.
+    """Pass 5: let the planner choose what depends on memory: offloading, KV caches, options.
 
     Does nothing if no such setting is open (`needs_plan`).
     """
@@ -203,7 +229,7 @@ def check(settings: Settings) -> tuple[Settings, list[Choice]]:
     return settings, []
 
 
-PASSES: tuple[Pass, ...] = (device_defaults, resume, placement, memory, check)
+PASSES: tuple[Pass, ...] = (device_defaults, resume, template_date, placement, memory, check)
 
 
 def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[Choice]:
@@ -238,6 +264,20 @@ def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[
             for name in engine_kind(engines.kind).chosen_options("device", engines.options):
                 choices.append(Choice(f"{key}.options", name, why))
     return choices
+
+
+_TODAY = b"strftime_now"
+"""The function of transformers that gives chat templates the date."""
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+
+def _shows_date(tokenizer: Path) -> bool:
+    """Whether the chat template in a tokenizer's folder asks for today's date."""
+    for name in _TEMPLATE_FILES:
+        file = tokenizer / name
+        if file.is_file() and _TODAY in file.read_bytes():
+            return True
+    return False
 
 
 _LIKE_ACTOR = ("actor.rollout.dtype", "reference.model.dtype")

@@ -116,6 +116,10 @@ CHAT_ARGUMENTS_DOC = (
     "Variables that the chat template reads, as in {enable_thinking: false} for Qwen3 or "
     "{date_string: 26 Jul 2024} for Llama 3.2; episodes use them too."
 )
+CHAT_DATE_DOC = (
+    "Date that chat templates show as today's, such as 2026-11-28; auto: for templates that ask "
+    "for it, the day of the run's first start."
+)
 TRUSTED_ROLES = ("system", "developer", "assistant")
 TRUSTED_ROLES_DOC = (
     "Roles of chat messages whose special tokens count; in messages of other roles, the text of a "
@@ -142,6 +146,7 @@ class DataSettings:
     chat_template: bool = False
     # Any: the values are those of a template's variables
     chat_template_arguments: Mapping[str, Any] = MappingProxyType({})
+    chat_template_date: str = AUTO
     trusted_roles: Sequence[str] = TRUSTED_ROLES
     tools_column: str | None = None
     rows_per_conversation: str = "one"
@@ -219,6 +224,7 @@ class AnswerDataConfig(DrawnDataConfig):
     )
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
     chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
+    chat_template_date: str = setting(CHAT_DATE_DOC, AUTO)
     trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
     tools_column: str | None = setting(TOOLS_DOC, None)
     eval_prompts: int | None = setting(EVAL_PROMPTS_DOC, None, at_least=1)
@@ -465,6 +471,7 @@ class RolloutConfig(Precise):
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
     # Any: a dict; none if the script has no such setting
     chat_template_arguments: Any = follows("data.chat_template_arguments", None)  # for episodes
+    chat_template_date: str = follows("data.chat_template_date", AUTO)  # for episodes
     trusted_roles: list[str] | None = follows("data.trusted_roles", None)  # for episodes
     lora: LoRAConfig | None = follows("actor.model.lora", None)  # for weights=adapter
     router: str = follows("actor.update.router", "own")

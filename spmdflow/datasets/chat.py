@@ -20,12 +20,13 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
-from spmdflow.config.schema import TRUSTED_ROLES
+from spmdflow.config.schema import AUTO, TRUSTED_ROLES
 from spmdflow.datasets.time_limit import OutOfTime, TimeLimit
 from spmdflow.datasets.tokenizer import template_ids
 from spmdflow.errors import DataError
@@ -68,14 +69,19 @@ class ChatTemplate:
         tokenizer: Any,
         arguments: Mapping[str, Any] | None = None,
         *,
+        date: str = AUTO,
         trusted_roles: Sequence[str] = TRUSTED_ROLES,
     ) -> None:
         """arguments: variables that the template reads, such as enable_thinking.
+
+        date: what the template shows as today's date, such as 2026-11-28; auto: today's.
 
         trusted_roles: roles in whose messages special tokens count.
         """
         self.tokenizer = tokenizer
         self._arguments = dict(arguments or {})
+        if date != AUTO:
+            self._arguments["strftime_now"] = datetime.fromisoformat(date).strftime
         self._trusted_roles = frozenset(trusted_roles)
         self._special = _special_texts(tokenizer)
         self._pattern = _pattern_of(self._special)

@@ -112,7 +112,10 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._chat = data.chat_template
         self._template = ChatTemplate(
-            tokenizer, data.chat_template_arguments, trusted_roles=data.trusted_roles
+            tokenizer,
+            data.chat_template_arguments,
+            date=data.chat_template_date,
+            trusted_roles=data.trusted_roles,
         )
         self._column = data.prompt_column or ""
         self._tools_column = data.tools_column

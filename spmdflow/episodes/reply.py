@@ -125,11 +125,13 @@ class ReplyReader:
             return _CALL.sub("", text), _json_calls(text)
         try:
             parsed = self._tokenizer.parse_response(sampled.ids, prefix=sampled.prompt, tools=tools)
-        except ValueError:
+        except (ValueError, LookupError):  # what the model wrote does not fit the template
             return text, []
         calls = []
         for call in parsed.get("tool_calls") or ():
             calls.append(call.get("function", call))
+        if not all(isinstance(call.get("name"), str) for call in calls):
+            return text, []
         return self._chat.remove_special(str(parsed.get("content") or "")), calls
 
 

@@ -196,10 +196,11 @@ class EpisodeWorker(Worker):
         chat = ChatTemplate(
             load_tokenizer(cfg.tokenizer_path),
             cfg.chat_template_arguments,
+            date=cfg.chat_template_date,
             trusted_roles=TRUSTED_ROLES if cfg.trusted_roles is None else cfg.trusted_roles,
         )
         if not may_fork:
-            check_template(chat)
+            check_template(chat, end_tokens(self.cfg.model.path))
         self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
         self._runner = EpisodeRunner(
             cfg.episode,

@@ -161,6 +161,12 @@ FILES: dict[str, Parts] = {
         "'tokenize'",
         "data.chat_template_arguments",
     ),
+    "data.chat_template=true data.chat_template_date=28.11.2026": (
+        "data.chat_template_date",
+        "'28.11.2026'",
+        "a date such as 2026-11-28",
+        "data.chat_template_date",
+    ),
     "data.tools_column=tools": (
         "data.tools_column",
         "'tools'",

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from spmdflow.config.resolve import (
     placement,
     resolve,
     resume,
+    template_date,
 )
 from spmdflow.errors import ConfigError
 from tests.unit.config_folder import write_config_folder
@@ -56,7 +58,7 @@ def settings_of(*words: str, device: str = "cpu", previous: PreviousRun | None =
 
 
 def test_passes_are_applied_in_this_order() -> None:
-    assert PASSES == (device_defaults, resume, placement, memory, check)
+    assert PASSES == (device_defaults, resume, template_date, placement, memory, check)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,30 @@ def test_planner_is_not_asked_where_nothing_is_left_open() -> None:
     settings, _ = device_defaults(settings)
 
     assert placement(settings) == (settings, []) and memory(settings) == (settings, [])
+
+
+def test_date_of_a_template_that_asks_for_it_is_that_of_the_first_start(tmp_path: Path) -> None:
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}")
+    previous = PreviousRun({"data": {"chat_template_date": "2024-02-29"}}, num_ranks=2)
+
+    def resolved(*words: str, previous: PreviousRun | None = None) -> Any:
+        settings = settings_of(f"data.tokenizer_path={tmp_path}", *words, previous=previous)
+        return template_date(settings)[0].cfg
+
+    before = datetime.now(UTC).date().isoformat()
+    first = resolved()
+    after = datetime.now(UTC).date().isoformat()
+    resumed = resolved(previous=previous)
+    written = resolved("data.chat_template_date=2024-03-01", previous=previous)
+    template.write_text("no date")
+
+    assert before <= first.data.chat_template_date <= after
+    assert first.actor.rollout.chat_template_date == first.data.chat_template_date
+    assert resumed.data.chat_template_date == "2024-02-29"
+    assert resumed.actor.rollout.chat_template_date == "2024-02-29"
+    assert written.data.chat_template_date == "2024-03-01"
+    assert resolved().data.chat_template_date == "auto"
 
 
 def test_later_reason_for_a_setting_replaces_the_earlier_one() -> None:

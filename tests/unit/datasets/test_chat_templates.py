@@ -268,6 +268,20 @@ def test_arguments_reach_the_template_of_prompts_and_answers() -> None:
     assert learnt_texts(tokenizer, pair) == ["it is 4<|im_end|>\n", "no<|im_end|>\n"]
 
 
+def test_date_of_a_run_reaches_the_template_of_data_sets() -> None:
+    tokenizer = tokenizer_of("llama3.2")
+    cfg = settings_of(
+        DataConfig,
+        prompt_column="messages",
+        chat_template_arguments={},
+        chat_template_date="2024-02-29",
+    )
+
+    (text,) = encoded(tokenizer, cfg, {"messages": TURNS[:1]})["prompt_text"]
+
+    assert "Today Date: 29 Feb 2024\n" in text
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_special_tokens_in_the_text_of_users_and_tools_stay_text(family: str) -> None:
     known = FAMILIES[family]

@@ -195,14 +195,15 @@ class Conversation:
         prompt = self.rendered(before)
         whole = self.rendered([*before, said], answered=True)
         marks = self.form.marks
+        nothing = marks.start + marks.end if marks else ""
         if marks and prompt.rstrip().endswith(marks.start) and not whole.startswith(prompt):
             opening = prompt.rindex(marks.start)  # the template itself leaves out the thought
-            answer = whole[opening:].removeprefix(f"{marks.start}{marks.end}")
-            text = f"{thought}\n{marks.end}\n\n{answer}"
+            text = f"{thought}\n{marks.end}\n\n{whole[opening:].removeprefix(nothing)}"
         else:
             text = whole[len(commonprefix([prompt, whole])) :]
             if marks and thought and thought not in text:
-                text = f"{marks.start}\n{thought}\n{marks.end}\n\n{text}"
+                answer = text.removeprefix(nothing)
+                text = f"{marks.start}\n{thought}\n{marks.end}\n\n{answer}"
         found = [(text.index(end), end) for end in self.ends if end in text]
         if found:
             place, end = min(found)

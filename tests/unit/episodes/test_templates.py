@@ -139,6 +139,20 @@ def test_thought_in_the_text_of_a_model_without_thoughts_may_be_left_out() -> No
     assert "hm\n</think>\n\nso<|im_end|>\n" in talk.tokenizer.decode(talk.next_ids())
 
 
+@pytest.mark.parametrize("broken", ["{no}", '{"ok": 1}'])
+def test_call_that_the_response_template_cannot_read_stays_text(broken: str) -> None:
+    talk = Conversation(_OF["Qwen3"], tools=True)
+    talk.tell(role="user", content="go")
+
+    message = say(talk, f"<think>\nhm\n</think>\n\n<tool_call>\n{broken}\n</tool_call><|im_end|>")
+
+    assert message == {
+        "role": "assistant",
+        "content": f"<tool_call>\n{broken}\n</tool_call>",
+        "reasoning_content": "hm",
+    }
+
+
 def test_reply_with_another_answer_or_call_starts_a_segment() -> None:
     talk = loop_of_tools(_OF["Qwen3.5"], 1)
     (call,) = talk.sent[1]["tool_calls"]
@@ -166,6 +180,13 @@ def test_messages_before_the_first_reply_keep_their_thoughts_and_calls() -> None
     text = talk.tokenizer.decode(talk.next_ids())
 
     assert "<think>\nwhy\n</think>\n\n<tool_call>\n<function=add>\n<parameter=ok>\n1\n" in text
+
+
+def test_template_that_asks_for_the_date_gets_the_runs() -> None:
+    chat = ChatTemplate(tokenizer_of(_OF["gpt-oss"]), date="2026-11-28")
+    user = [{"role": "user", "content": "go"}]
+
+    assert "Current date: 2026-11-28\n" in chat.render(user)
 
 
 MOVES = (
