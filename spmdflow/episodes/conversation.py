@@ -242,8 +242,8 @@ def _split(text: str, replies: Sequence[int]) -> Iterator[str]:
         place = text.find(mark, start)
         if place < 0:
             raise NotAppendOnly(
-                f"the chat template does not write message {index + 1} (assistant) once later "
-                f"messages follow"
+                f"the chat template does not write the text of message {index + 1} (assistant) "
+                f"where later messages follow"
             )
         yield text[start:place]
         start = text.rindex(mark) + len(mark)
