@@ -8,7 +8,7 @@ for and cannot be given is refused in words, never dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,14 +124,12 @@ class Reply:
     """Text of the likeliest tokens at each position, if they are requested."""
 
 
-def warn_of_ignored(
-    body: Mapping[str, Any], supported: Iterable[str], warned_fields: set[str]
-) -> None:
+def warn_of_ignored(body: Mapping[str, Any], supported: Set[str], warned_fields: set[str]) -> None:
     """Logs a warning for each field of a request that is not supported, at most 50 in all.
 
     warned_fields: names of fields that were logged; names are added.
     """
-    unknown = sorted(set(body) - set(supported) - warned_fields)
+    unknown = sorted(body.keys() - supported - warned_fields)
     for name in unknown[: max(0, _MOST_WARNINGS - len(warned_fields))]:
         warned_fields.add(name)
         shown = _shorten(name, _NAME_LETTERS)
