@@ -30,8 +30,8 @@ NEEDED_FOR = {
     "trackio": "metrics in Trackio",
     "swanlab": "metrics in SwanLab",
     "prometheus": "the page of run.metrics_port",
-    "structured": "response_format and tool_choice in episodes",
     "reasoning": "tasks of reasoning-gym (rewards.reasoning, envs.reasoning)",
+    "structured": "response_format and tool_choice in episodes",
 }
 """Extra -> which runs need it."""
 

@@ -9,6 +9,8 @@ the fields and the limits.
 | file | thread or process | does |
 |---|---|---|
 | run | the compute lane | steps the generator with the requests of all episodes until they end |
+| leader | the same, on a replica's first rank | running episodes, their requests and results |
+| result | the compute lane | what an episode ends with |
 | endpoint | a thread with an event loop | finds the episode of a request, has it answered |
 | generation | the same | one reply from its request to its answer; streams it |
 | http | the same | HTTP over one connection, by h11: bodies, streams, limits on time |

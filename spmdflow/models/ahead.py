@@ -18,7 +18,8 @@ from torch import Tensor
 from spmdflow.checkpoint.rows import read_columns, write_rows
 from spmdflow.data.column import column_of
 from spmdflow.data.ragged import ragged_from_rows
-from spmdflow.episodes.run import Episode, EpisodeRunner
+from spmdflow.episodes.result import Episode
+from spmdflow.episodes.run import EpisodeRunner
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.generator import Replica, Request
 from spmdflow.rollout.resumable import ResumableRequests, VersionedResponse

@@ -25,7 +25,8 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.episodes.conversation import check_template
 from spmdflow.episodes.recorder import Limits
-from spmdflow.episodes.run import Episode, EpisodeRunner, SegmentRow
+from spmdflow.episodes.result import Episode, SegmentRow
+from spmdflow.episodes.run import EpisodeRunner
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
 from spmdflow.models.turn import written_routes

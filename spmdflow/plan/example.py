@@ -31,6 +31,9 @@ PROMPTS = "prompts"
 RESPONSES = "responses"
 ROWS = "rows"
 """In a form: as long as prompt and response together."""
+SEGMENTS = "segments"
+"""In a form: one item for each segment of an episode. An example of this name says how many; 1
+without."""
 TOOL_TEXT = "tool_text"
 TEXT_BYTES_PER_TOKEN = 4
 """Bytes of text that one token decodes to, where no run says otherwise (an assumption)."""
@@ -42,8 +45,8 @@ class ColumnForm:
 
     spec: ColumnSpec
     like: str = ""
-    """The column whose rows have the same lengths: prompts or responses, or `ROWS`; empty if
-    dense."""
+    """The column whose rows have the same lengths: prompts or responses, or `ROWS` or `SEGMENTS`;
+    empty if dense."""
     items_per_token: int = 1
     """Items of a row for each item of the column it is like (for text: bytes)."""
 
@@ -66,7 +69,7 @@ def form_of(name: str, text: str) -> ColumnForm:
     like = like.strip()
     dtype = "uint8" if is_text else dtype
     known = isinstance(getattr(torch, dtype, None), torch.dtype)
-    is_like = like in ("", PROMPTS, RESPONSES, ROWS)
+    is_like = like in ("", PROMPTS, RESPONSES, ROWS, SEGMENTS)
     if not known or not all(extent.isdigit() for extent in extents) or not is_like:
         expected = "a dtype with an optional shape and length, such as 'float32', "
         expected += "'int64[3]', 'float32 like responses' or 'text like prompts'"
@@ -85,14 +88,19 @@ _FORMS = {
     "int64 like prompts": "prompts pretrain_ids",
     "bool like prompts": "loss_mask",
     "text like prompts": "prompt_text row score_terms tool_calls",
+    "int64 like rows": "segment_tokens",
+    "int64 like segments": "segment_prompt_lengths segment_lengths segment_turns segment_names",
+    "float32 like segments": "segment_scores segment_weights",
+    "text like rows": "segment_texts",
     "int64 like responses": "responses",
-    "bool like responses": "response_mask covariant",
+    "bool like responses": "response_mask covariant segment_mask",
     "text like responses": "response_text tool_text",
     "float32 like responses": "rollout_log_probs old_log_probs ref_log_probs values cost_values "
     "token_level_rewards token_level_costs advantages returns cost_returns rollout_weights "
-    "squared_probs",
-    "int32 like responses": "token_versions",
-    "float32": "scores costs baseline_scores reference_kl pretrain_losses losses margins",
+    "squared_probs segment_log_probs segment_rewards",
+    "int32 like responses": "token_versions segment_versions",
+    "float32": "scores costs baseline_scores reference_kl pretrain_losses losses margins "
+    "row_weights",
     "float32[2]": "ref_answer_log_probs",
     "int64": "chosen_tokens num_turns weights_version",
     "bool": "valid cost_valid",
@@ -165,12 +173,14 @@ class Examples:
     def tokens(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return (n,) int64: the tokens of the rows `ids` of prompts or responses.
 
-        The example is one number, or a list from which row r takes item r modulo its length. Notes
-        it as used. Without an example, every row has the longest length.
+        For `SEGMENTS`: their number of segments. The example is one number, or a list from which
+        row r takes item r modulo its length. Notes it as used. Without an example, every row has
+        the longest length, and one segment.
         """
         declared = self._declared.get(name)
         if declared is None or isinstance(declared, str):
-            return np.full(len(ids), self.longest[name], dtype=np.int64)
+            longest = 1 if name == SEGMENTS else self.longest[name]
+            return np.full(len(ids), longest, dtype=np.int64)
         self.used[name] = declared
         return _in_turn(name, declared, ids).astype(np.int64)
 

@@ -39,6 +39,8 @@ _MOST_FILE_ROWS = 1 << 40
 """More rows than a data file has: numbers of prompts of several files then differ."""
 _NO_IDS = np.zeros(0, dtype=np.int64)
 _ITEMS = ColumnSpec("ragged", "int64", ())
+_WITH_PROMPTS = (PROMPTS, "segment_tokens")
+"""Columns that have the prompts of rows, or of the segments that rows are made of."""
 """Of lengths that several columns gave."""
 
 
@@ -249,6 +251,8 @@ class RowLengths:
     def _read_prompt_ids(self, ids: np.ndarray, commands: Iterable[Plain]) -> np.ndarray:
         """Return (n,) int64: a number for the prompt that each of the rows `ids` begins with.
 
+        A segment of an episode counts as one that begins with the episode's prompt.
+
         Rows have the same number if their prompts come from the same row of a data file, also
         through a call that wrote prompts: there the prompts must also have the same length. Every
         other row has a number of its own.
@@ -258,7 +262,7 @@ class RowLengths:
         for plain in commands:
             parts = []
             for part in plain["inputs"]:
-                if any(seen == PROMPTS for seen, _ in names_in(part)):
+                if any(seen in _WITH_PROMPTS for seen, _ in names_in(part)):
                     parts.append(part)
             if sum(len(part["ids"]) for part in parts) != len(plain["ids"]):
                 continue  # the call reads no prompts

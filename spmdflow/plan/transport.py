@@ -31,6 +31,7 @@ from spmdflow.plan.example import (
     PROMPTS,
     RESPONSES,
     ROWS,
+    SEGMENTS,
     TOOL_TEXT,
     Examples,
     scan_or_assume,
@@ -365,6 +366,8 @@ class Answers:
         if form.like == ROWS:
             return self._items(PROMPTS, plain, ids) + self._items(RESPONSES, plain, ids)
         drawn = self.examples.tokens(form.like, ids)
+        if form.like == SEGMENTS:
+            return drawn
         if most := plain.get("arguments", {}).get("max_new_tokens"):
             drawn = np.minimum(drawn, most)
         seen = {}

@@ -89,7 +89,7 @@ def test_episodes_are_shown_with_the_tokens_that_the_policy_chose(
         texts = token_texts(tokenizer, prompt + response)
         assert [token for token, _ in shown] == [token_text(each) for each in texts]
         assert [is_trained for _, is_trained in shown] == [False] * len(prompt) + mask
-    assert f"{games}/capsules/step-1: {label}" in text
+    assert f"{games}/capsules/step-1: map.take_segments" in text
     assert {"> response", "  read    "} <= {line[:10] for line in text.splitlines()}
 
 

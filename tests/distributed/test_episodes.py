@@ -24,7 +24,8 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Limits
-from spmdflow.episodes.run import Episode, EpisodeRunner
+from spmdflow.episodes.result import Episode
+from spmdflow.episodes.run import EpisodeRunner
 from spmdflow.plan.replay import Replay
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import end_tokens, vocab_size

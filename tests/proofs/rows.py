@@ -175,7 +175,8 @@ def _writes_of(trace: Trace, call: Call) -> tuple[str, ...]:
     """Columns that a call writes on its ranks."""
     plain = call.command
     if call.operation == "call" and plain.get("ids") is not None:
-        return method_spec(trace.models[plain["group"]].worker_class, plain["method"]).writes
+        model = trace.models[plain["group"]]
+        return method_spec(model.worker_class, plain["method"]).with_settings(model.settings).writes
     if call.operation == "map":
         return map_spec(find_map_function(plain["function"])).writes
     if call.operation == "join":

@@ -13,9 +13,9 @@ import pytest
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.endpoint import Endpoint
+from spmdflow.episodes.leader import ReplicaLeader
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Limits, Recorder
-from spmdflow.episodes.run import _ReplicaLeader
 from tests.unit.episodes.test_conversation import text_tokenizer
 
 
@@ -66,7 +66,7 @@ def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests:
 
     endpoint = Endpoint(tokenizer)
     pool = EndingPool(endpoint, num_requests)
-    lead = _ReplicaLeader(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
+    lead = ReplicaLeader(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
 
     assert lead.collect_changes(lambda: True, idle=True).added == []
     for client in pool.clients:

@@ -1,0 +1,295 @@
+"""The first rank of a replica: running episodes, their requests, and their results."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from spmdflow.data.row_id import seed_of
+from spmdflow.episodes.credit import CreditedSegment, CreditRule, credit_segments
+from spmdflow.episodes.endpoint import Endpoint, InboxItem
+from spmdflow.episodes.generation import AbandonedRequest, GenerationRequest
+from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
+from spmdflow.episodes.recorder import Recorder, Segment
+from spmdflow.episodes.result import Episode, row_of
+from spmdflow.errors import DataError
+from spmdflow.rollout.resumable import VersionedResponse
+
+_IDLE_SECONDS = 1.0
+"""Longest wait without a request. Then the other ranks of the replica get a sign of life."""
+
+
+class AddedRequest(NamedTuple):
+    """A new request as plain data, which every rank of the replica gets."""
+
+    number: int
+    """Of the episode."""
+    prompt: list[int]
+    turn: int
+    """What the seed of the reply is derived from."""
+    max_new_tokens: int
+    stop: list[str]
+    grammar: list[str]
+    """Its kind and text; empty: none."""
+    top_log_probs: int
+
+    @classmethod
+    def of(cls, draw: GenerationRequest) -> AddedRequest:
+        """The plain data of a request from the endpoint."""
+        grammar = draw.grammar
+        return cls(
+            number=draw.number,
+            prompt=draw.ids,
+            turn=_turn_of_seed(draw),
+            max_new_tokens=draw.max_new_tokens,
+            stop=list(draw.stop),
+            grammar=[] if grammar is None else [grammar.kind, grammar.text],
+            top_log_probs=draw.top_log_probs,
+        )
+
+
+def _turn_of_seed(draw: GenerationRequest) -> int:
+    """Return the number that the seed of a reply is derived from.
+
+    Without a name it is the turn's number in the episode. With one it is derived from the name and
+    the number of its turn, so that it does not depend on the requests of other names.
+    """
+    if not draw.speaker:
+        return draw.turn
+    return seed_of(draw.turn_of_speaker, "speaker", name=draw.speaker)
+
+
+class StepChanges(NamedTuple):
+    """What changes before a step of the generator."""
+
+    added: list[AddedRequest]
+    """New requests."""
+    aborted: list[int]
+    ended: list[int]
+    """Episodes that have ended."""
+    done: bool
+
+
+class ReplicaLeader:
+    """The first rank's part of a run: running episodes, their requests, and results."""
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        endpoint: Endpoint,
+        new_recorder: Callable[[int], Recorder],
+        check: Callable[[GenerationRequest], None],
+        rule: CreditRule | None = None,
+    ) -> None:
+        """new_recorder: called with an episode's number. check: raises an error if a request is
+        invalid. rule: rewards of segments; None: only the longest segment of an episode is
+        returned."""
+        self._rule = rule
+        self._pool = pool
+        self._endpoint = endpoint
+        self._new_recorder = new_recorder
+        self._check = check
+        self._names: dict[int, str] = {}
+        """Running episode -> its id."""
+        self._recorders: dict[int, Recorder] = {}
+        self._unconfirmed: deque[GenerationRequest] = deque()
+        """Requests that were sent to the ranks and not yet added to the generator."""
+        self._drawing: dict[int, GenerationRequest] = {}
+        """Number in the generator -> the request of the endpoint."""
+        self._aborted: list[int] = []
+        self._ended: list[int] = []
+        self._episodes: dict[int, Episode] = {}
+        self._fails = False
+
+    def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool) -> None:
+        """Adds episodes, by number."""
+        self._pool.begin(rows, first=first)
+
+    def collect_changes(self, is_over: Callable[[], bool], *, idle: bool) -> StepChanges:
+        """Starts waiting episodes; returns new requests, aborted requests and ended episodes.
+
+        Waits up to 1 s for something new if `idle` is set and is_over() is false. A request is
+        dropped if its episode has ended, and fails with the error of `check` if it is invalid. Each
+        change is returned once. done: is_over() after that.
+        """
+        self._pool.start_waiting(self._open_episode)
+        seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
+        new_requests: list[GenerationRequest] = []
+        wake = self._endpoint.wake.fileno()
+        for ended in self._pool.advance(
+            seconds, wake=wake, faults=partial(self._read_inbox, new_requests)
+        ):
+            self._record_end(ended)
+        added = []
+        for item in new_requests:
+            if self._names.get(item.number) != item.name:
+                item.done(None)  # its episode has ended
+                continue
+            try:
+                self._check(item)
+            except Exception as err:  # any error fails this episode, not the run
+                item.fail(err)
+                continue
+            self._unconfirmed.append(item)
+            added.append(AddedRequest.of(item))
+        aborted = self._aborted
+        self._aborted = []
+        ended_episodes = self._ended
+        self._ended = []
+        return StepChanges(added, aborted, ended_episodes, is_over())
+
+    def _read_inbox(self, new_requests: list[GenerationRequest]) -> dict[int, str]:
+        """Empties the endpoint's inbox: returns running episodes to end -> cause.
+
+        Appends all generation requests to `new_requests`, in order, and aborts those whose clients
+        have left.
+        """
+        with suppress(BlockingIOError):
+            self._endpoint.wake.recv(1 << 16)
+        causes = {}
+        with suppress(queue.Empty):
+            while True:
+                item: InboxItem = self._endpoint.inbox.get_nowait()
+                if isinstance(item, GenerationRequest):
+                    new_requests.append(item)
+                elif isinstance(item, AbandonedRequest):
+                    self._abandon(item, new_requests)
+                elif self._names.get(item.number) == item.name:
+                    causes[item.number] = item.cause
+        return causes
+
+    def _abandon(self, item: AbandonedRequest, new_requests: list[GenerationRequest]) -> None:
+        """Aborts the request of a client that has left, wherever it is."""
+        for draw in list(new_requests):
+            if (draw.number, draw.name, draw.turn) == item:
+                new_requests.remove(draw)
+        for request, draw in list(self._drawing.items()):
+            if (draw.number, draw.name, draw.turn) == item:
+                del self._drawing[request]
+                self._aborted.append(request)
+
+    def show_progress(self, tokens_so_far: Callable[[list[int]], list[list[int]]]) -> None:
+        """Hands the tokens so far of streamed replies to the endpoint.
+
+        tokens_so_far: returns those of requests of the generator, by their numbers.
+        """
+        streamed = {}
+        for request, draw in self._drawing.items():
+            if draw.progress is not None:
+                streamed[request] = draw.progress
+        if not streamed:
+            return
+        for progress, tokens in zip(streamed.values(), tokens_so_far(list(streamed)), strict=True):
+            if tokens:
+                progress(tokens)
+
+    def confirm_added(self, request: int) -> None:
+        """Records the number that the generator gave to the oldest unconfirmed request."""
+        self._drawing[request] = self._unconfirmed.popleft()
+
+    def deliver(self, drawn: VersionedResponse) -> None:
+        """Hands a finished response to its client."""
+        self._drawing.pop(drawn.id).done(drawn)
+
+    def have_ended(self, numbers: Sequence[int], *, strict: bool) -> bool:
+        """Whether these episodes have ended or, if strict is set, any episode has failed."""
+        return (strict and self._fails) or self._episodes.keys() >= set(numbers)
+
+    def take_results(self, numbers: Sequence[int]) -> list[Episode]:
+        """Removes and returns the results of these episodes; those that have not ended are skipped.
+
+        The number of a result is its episode's index in `numbers`.
+        """
+        results = []
+        for index, n in enumerate(numbers):
+            results.append((index, self._episodes.pop(n, None)))
+        result = []
+        for index, episode in results:
+            if episode:
+                result.append(episode._replace(number=index))
+        return result
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of episodes that are waiting or running."""
+        return self._pool.num_under_way
+
+    def wake(self) -> None:
+        """Makes `collect_changes` return. Safe in any thread."""
+        self._endpoint.notify()
+
+    def close(self) -> None:
+        """Ends the worker processes and the endpoint."""
+        self._pool.close()
+        self._endpoint.close()
+
+    def _open_episode(self, number: int) -> dict[str, str]:
+        """Opens an episode at the endpoint with a new recorder; returns what its environment gets.
+
+        These are base_url, model and api_key. If the episode was open (its process was lost), it is
+        closed first and starts from scratch.
+        """
+        self._close_episode(number)
+        self._recorders[number] = self._new_recorder(number)
+        self._names[number], arguments = self._endpoint.open(number, self._recorders[number])
+        return arguments
+
+    def _close_episode(self, number: int) -> None:
+        """Closes an episode at the endpoint and aborts its requests that are in the generator.
+
+        Their clients are told with done(None). Records both for the next `collect_changes`. Does
+        nothing if the episode is not open.
+        """
+        if number in self._names:
+            self._endpoint.forget(self._names.pop(number))
+            self._ended.append(number)
+        for request, draw in list(self._drawing.items()):
+            if draw.number == number:
+                del self._drawing[request]
+                self._aborted.append(request)
+                draw.done(None)
+
+    def _record_end(self, ended: EndedEpisode) -> None:
+        """Closes an episode that has ended, and stores its result in self._episodes.
+
+        The result has the trained segment with the most sampled tokens, or an empty one. scores is
+        None if nothing was sampled. The episode also fails if the scores of its parts do not fit
+        what was recorded. A failure is remembered for strict runs.
+        """
+        self._close_episode(ended.number)
+        recorder = self._recorders.pop(ended.number)
+        scores = ended.scores if recorder.longest() else None
+        cause = ended.cause
+        credited: list[CreditedSegment] = []
+        if scores is not None and (self._rule is not None or ended.parts):
+            rule = self._rule or CreditRule("episode", 1.0)
+            try:
+                credited = credit_segments(
+                    recorder.segments, recorder.turn_of_reply, scores["score"], ended.parts, rule
+                )
+            except DataError as err:
+                cause = str(err)
+            if not credited:
+                scores = None
+        longest = max((x.segment for x in credited), key=lambda x: x.num_sampled, default=None)
+        segment = longest or recorder.longest() or Segment([])
+        self._fails |= bool(cause)
+        self._episodes[ended.number] = Episode(
+            ended.number,
+            scores,
+            cause,
+            recorder.num_turns,
+            len(recorder.segments),
+            segment.prompt,
+            segment.tokens,
+            segment.mask,
+            segment.log_probs,
+            segment.versions,
+            segment.calls,
+            segment.routes,
+            tuple(row_of(each) for each in credited) if self._rule is not None else (),
+        )
