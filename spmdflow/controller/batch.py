@@ -381,8 +381,8 @@ class Batch:
     def segments(self) -> Batch:
         """Return a row for each segment of each episode (`run_episodes`), with new row ids.
 
-        Waits for the episodes. An episode of n segments becomes n rows: its conversations, as far
-        as they were not continued from one another. Rows of one episode are in the group of the
+        Waits for the episodes. A segment is a conversation that only grows; an episode with n of
+        them becomes n rows. Rows of one episode are in the group of the
         episode; with rollout.episode.credit=segment, segments of different names are in groups of
         their own. All segments of an episode count as one row in mini-batches. The columns of
         `run_episodes` are those of the segment, row_weights says how much it counts, and columns of

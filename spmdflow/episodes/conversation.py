@@ -162,8 +162,8 @@ class AppendOnlyTemplate:
         prompt = self.form.prompt
         if prompt and text.endswith(prompt):
             return text.removesuffix(prompt)
-        whole = self._template.render(messages, answered=True, tools=tools)
-        return commonprefix([text, _after_last_mark(whole)])
+        rendered = self._template.render(messages, answered=True, tools=tools)
+        return commonprefix([text, _after_last_mark(rendered)])
 
     def _end_of_calls(self, text: str, messages: list[Message], tools: list[Any] | None) -> int:
         """Returns where the last message, a reply with calls, ends in the text after its stand-in.
@@ -171,16 +171,16 @@ class AppendOnlyTemplate:
         The closing marks of a call are part of the reply. They are what the text has in common with
         a rendering in which the reply is last, up to an end token or the end of the turn.
         """
-        whole = self._template.render(messages, answered=True, tools=tools)
-        last = _after_last_mark(whole)
+        rendered = self._template.render(messages, answered=True, tools=tools)
+        last = _after_last_mark(rendered)
         shared = len(commonprefix([text, last]))
-        places = []
+        ends = []
         for end in self._ends.values():
-            place = text.find(end)
-            if 0 <= place <= shared:
-                places.append(place)
-        if places:
-            return min(places)
+            position = text.find(end)
+            if 0 <= position <= shared:
+                ends.append(position)
+        if ends:
+            return min(ends)
         closing = last.removesuffix(self.form.end_of_turn)
         return min(len(closing), shared)
 
@@ -224,28 +224,28 @@ def _mark(number: int) -> str:
 
 def _after_last_mark(text: str) -> str:
     """Returns the text after the last stand-in, or all of it without one."""
-    place = text.rfind(_STAND_IN)
-    if place < 0:
+    position = text.rfind(_STAND_IN)
+    if position < 0:
         return text
-    return text[place + len(_mark(0)) :]
+    return text[position + len(_mark(0)) :]
 
 
 def _split(text: str, replies: Sequence[int]) -> Iterator[str]:
     """Yields the text before the first stand-in, between them, and after the last one.
 
     NotAppendOnly if a stand-in is missing. A stand-in may appear several times (text, arguments of
-    calls); the text between its first and last place belongs to the reply.
+    calls); the text between its first and last position belongs to the reply.
     """
     start = 0
     for number, index in enumerate(replies):
         mark = _mark(number)
-        place = text.find(mark, start)
-        if place < 0:
+        position = text.find(mark, start)
+        if position < 0:
             raise NotAppendOnly(
                 f"the chat template does not write the text of message {index + 1} (assistant) "
                 f"where later messages follow"
             )
-        yield text[start:place]
+        yield text[start:position]
         start = text.rindex(mark) + len(mark)
     yield text[start:]
 

@@ -73,14 +73,14 @@ def credit_segments(
     result: list[CreditedSegment] = []
     following = 0.0
     for segment in reversed(trained):
-        given = own.get(id(segment))
+        own_score = own.get(id(segment))
         weight = 1 / len(trained)
         if rule.name == "segment":
-            reward = score if given is None else given
+            reward = score if own_score is None else own_score
             weight = 1 / names[segment.name]
         elif rule.name == "discounted":
             last = 0.0 if result else score
-            following = (given or 0.0) + last + rule.discount * following
+            following = (own_score or 0.0) + last + rule.discount * following
             reward = following
         else:
             reward = score

@@ -124,22 +124,22 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
 
 def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice | None]:
     """The offered tools and the call that the reply must have, also in the form of `functions`."""
-    given = fields.get("tools") or []
+    offered = fields.get("tools") or []
     choice = fields.get("tool_choice")
-    if fields.get("functions") and not given:
+    if fields.get("functions") and not offered:
         if not isinstance(fields["functions"], list):
             raise Refusal("functions: got no list; expected functions with a name")
-        given = [function_tool(read_object(function)) for function in fields["functions"]]
+        offered = [function_tool(read_object(function)) for function in fields["functions"]]
         choice = fields.get("function_call")
         if isinstance(choice, dict):
             choice = {"function": choice}
-    if not isinstance(given, list):
+    if not isinstance(offered, list):
         raise Refusal("tools: got no list; expected tools of the type 'function'")
-    for tool in given:
+    for tool in offered:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refusal("tools: got a tool without a function; expected the type 'function'")
-    tools = given or None
+    tools = offered or None
     if choice == "none":
         return None, None
     if choice in (None, "auto"):

@@ -1,6 +1,6 @@
 """Scores of parts of an episode, as an environment returns them. Imports no torch.
 
-Beside "score", an environment may return
+In addition to "score", an environment may return
 
     "segment_scores": {KEY: number}   KEY: a name, or the id of a reply of the segment
     "turn_scores": {REPLY: number}    REPLY: the id of a reply

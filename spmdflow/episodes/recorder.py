@@ -224,11 +224,11 @@ class Recorder:
         if not ask.stop:
             return None
         (text,) = response_texts(self._tokenizer, [turn.ids], [response.tokens.tolist()])
-        places = []
+        positions = []
         for string in ask.stop:
             if string in text:
-                places.append((text.index(string), string))
-        return min(places)[1] if places else None
+                positions.append((text.index(string), string))
+        return min(positions)[1] if positions else None
 
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
@@ -396,9 +396,9 @@ def _sampled_columns(response: VersionedResponse) -> tuple[list[bool], list[floa
     if response.notes is None:
         return [True] * len(log_probs), log_probs, versions
     sampled = []
-    for place, is_forced in enumerate(response.notes.forced):
+    for position, is_forced in enumerate(response.notes.forced):
         sampled.append(not is_forced)
         if is_forced:
-            log_probs[place] = 0.0
-            versions[place] = -1
+            log_probs[position] = 0.0
+            versions[position] = -1
     return sampled, log_probs, versions

@@ -73,7 +73,7 @@ def requests_of(generator: Generator, model_path: str, what: str) -> ResumableRe
 
 
 def written_by_episodes(settings: Any) -> tuple[str, ...]:
-    """Return the columns that episodes have with these settings, beside `EPISODE_COLUMNS`."""
+    """Return the columns that episodes have with these settings next to `EPISODE_COLUMNS`."""
     episode = getattr(settings.rollout, "episode", None)
     routes = written_routes(settings)
     if not isinstance(episode, EpisodeConfig) or episode.segments != "all":
@@ -83,7 +83,8 @@ def written_by_episodes(settings: Any) -> tuple[str, ...]:
 
 
 def written_by_ended_episodes(settings: Any) -> tuple[str, ...]:
-    """Return the columns of `finish_episodes` beside `EPISODE_COLUMNS` and token_versions."""
+    """Return the columns of `finish_episodes` in addition to `EPISODE_COLUMNS` and
+    token_versions."""
     written = written_by_episodes(settings)
     return (*written, segments.VERSIONS) if segments.LENGTHS in written else written
 

@@ -1,7 +1,7 @@
 """Rows of an episode's segments: columns that `run_episodes` writes, cut into a row for each.
 
-An episode's conversations that were not continued from one another are its segments. A row of
-`run_episodes` is an episode and has all of them, one after another, in the columns `SEGMENTS`.
+A segment is a conversation that only grows; an episode may have several. A row of `run_episodes`
+is an episode and has all of its segments, one after another, in the columns `SEGMENTS`.
 `Batch.segments` repeats the row for each segment, and the functions here take the segment's part,
 where the rows live.
 """
