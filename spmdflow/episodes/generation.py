@@ -170,7 +170,8 @@ class ReplyGenerator:
         http.check_client()
         recorder = episode.recorder
         ask = self._guided.with_grammar(self.read(dialect, body, episode))
-        ask = replace(ask, name=speaker)
+        if speaker:
+            ask = replace(ask, name=speaker)
         turn = recorder.begin(ask)
         pending = PendingReply()
         ids = turn.ids

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import h11
@@ -234,10 +235,9 @@ class HttpConnection(asyncio.Protocol):
         closes: bool = False,
     ) -> None:
         """Writes a complete answer. kind: the content type. closes: announces the end."""
-        head = [("content-type", kind), ("content-length", str(len(body))), *headers]
-        if closes or not self._has_whole_request():
-            head.append(("connection", "close"))
-        data = self._http.send(h11.Response(status_code=status, headers=head)) or b""
+        closes = closes or not self._has_whole_request()
+        head = _response_head(status, kind, len(body), headers, closes=closes)
+        data = self._http.send(head) or b""
         data += self._http.send(h11.Data(data=body)) or b""
         data += self._http.send(h11.EndOfMessage()) or b""
         self._write(data)
@@ -283,6 +283,17 @@ class HttpConnection(asyncio.Protocol):
     def _write(self, data: bytes | None) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+
+@lru_cache(maxsize=1024)
+def _response_head(
+    status: int, kind: str, size: int, headers: tuple[tuple[str, str], ...], *, closes: bool
+) -> h11.Response:
+    """The head of an answer. h11 checks each header, so heads are kept: many are equal."""
+    fields = [("content-type", kind), ("content-length", str(size)), *headers]
+    if closes:
+        fields.append(("connection", "close"))
+    return h11.Response(status_code=status, headers=fields)
 
 
 def _expire(waiting: asyncio.Future[None]) -> None:

@@ -77,6 +77,8 @@ class ReplyReader:
         of an assistant's text only the answer, because clients send a thought in the text, in a
         field of its own, or not at all.
         """
+        if recorded == repeated:
+            return True
         if len(recorded) != len(repeated):
             return False
         return all(map(self._is_equal, recorded, repeated))

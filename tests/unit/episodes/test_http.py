@@ -173,13 +173,15 @@ def test_client_that_does_not_read_its_stream_is_given_up(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spmdflow.episodes.http.REQUEST_SECONDS", 0.05)
+    for listening in endpoint._server.sockets:  # accepted connections inherit the small buffer
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
     agent = Agent(endpoint)
     with agent.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         connection.sendall(agent.request({"prompt": "a", "stream": True}))
         draw = endpoint.inbox.get(timeout=WAIT_SECONDS)
         assert isinstance(draw, GenerationRequest) and draw.progress is not None
-        tokens = words(TOKENIZER, "x" * 4_000_000).tokens.tolist()
+        tokens = words(TOKENIZER, "x" * 400_000).tokens.tolist()
         draw.progress(tokens[:-1])
 
         item = endpoint.inbox.get(timeout=WAIT_SECONDS)
