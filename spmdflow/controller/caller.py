@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,6 +66,20 @@ _ROW_HEAD_BYTES = 16
 """Of a row that is fetched: its id in the command, its length in the reply."""
 
 
+class GenerationAhead(Protocol):
+    """A generator that generates rows of later steps, until it is interrupted."""
+
+    @property
+    def ranks(self) -> AbstractSet[int]:
+        """Of the generator. Their compute lanes are busy."""
+
+    def interrupt(self, *, after: Iterable[int] = ()) -> None:
+        """End it once the ranks `after` have run all earlier calls; without any, at once."""
+
+    def go_on(self) -> None:
+        """Begin it again."""
+
+
 class Caller:
     """Makes calls, keeps track of which rank has which rows, and serves batches."""
 
@@ -104,8 +118,8 @@ class Caller:
         """Which rows the calls of the running step were given; tokens are counted afterwards."""
         self.num_updates: Counter[str] = Counter()
         """Updates of this launch by model."""
-        self.busy: AbstractSet[int] = frozenset()
-        """Ranks whose compute lane draws for rows of later steps: other calls would wait."""
+        self.ahead: list[GenerationAhead] = []
+        """Generators that generate rows of later steps now."""
         self.captured: list[tuple[Pending, RowResult | None, Batch | None]] | None = None
         """Calls of a step that is kept (capsule.py), what they make and their inputs."""
         self.is_skipped: Callable[[Batch], bool] | None = None
@@ -126,6 +140,14 @@ class Caller:
         for rank in self.ranks:
             nodes[rank] = self.transport.node_of(rank)
         return nodes
+
+    @property
+    def busy(self) -> AbstractSet[int]:
+        """Ranks whose compute lane generates rows of later steps: a call interrupts them."""
+        ranks: set[int] = set()
+        for generation in self.ahead:
+            ranks |= generation.ranks
+        return ranks
 
     @property
     def records(self) -> list[CallRecord]:
@@ -271,11 +293,13 @@ class Caller:
             if not ref.is_postponed:
                 result_of_ref = ref.resolve().result
                 inputs[result_of_ref.number] = result_of_ref
+        makers: set[int] = set()
         for required in call.required_rows:  # first: the rows are under way before the call
             source = inputs[required.result]
             assert isinstance(source, RowResult), source.label
+            makers |= source.answer.keys()
             self.transfers.need(source, required.columns, required.rows, step=call.step)
-        pending = self._submit(call, result, batch)
+        pending = self._submit(call, result, batch, makers=makers)
         self.uses.add(call, batch, result)
         if result is None:
             return Result(call.label, pending, call.reply_ranks, self._on_read)
@@ -313,11 +337,20 @@ class Caller:
             call = replace(call, limit_seconds=seconds)
         return self._submit(call)
 
-    def _submit(self, call: Call, result: RowResult | None = None, kept: object = None) -> Pending:
+    def _submit(
+        self,
+        call: Call,
+        result: RowResult | None = None,
+        kept: object = None,
+        *,
+        makers: AbstractSet[int] = frozenset(),
+    ) -> Pending:
         """Send a call with the freed results that its ranks must forget; return pending replies.
 
         result: the rows that it makes. It gets dtypes and lengths from the replies. kept: its
-        inputs, which are kept alive until all ranks have replied. Adds the call to `calls` and, in
+        inputs, which are kept alive until all ranks have replied. makers: the ranks that make its
+        inputs. A generator that generates ahead on the call's ranks is interrupted when these
+        ranks have made them, and goes on behind the call. Adds the call to `calls` and, in
         a step that is kept, to `captured`. MessageError if nothing was sent; then a later command
         lists the freed results.
         """
@@ -327,19 +360,35 @@ class Caller:
                 result.learn(replies)
 
         self._last_number = max(self._last_number, call.number)
+        interrupted = self._interrupt_ahead(call, makers)
         freed = self._take_freed(call.commands)
         try:
             pending = self.transport.submit(_with_freed(call, freed), on_done)
+            if result is not None:
+                result.pending = pending
+            self.calls.append(pending)
         except MessageError:  # the script may go on
             for rank, numbers in freed.items():
                 self._unsent.setdefault(rank, []).extend(numbers)
             raise
-        if result is not None:
-            result.pending = pending
-        self.calls.append(pending)
+        finally:
+            for generation in interrupted:
+                generation.go_on()
         if self.captured is not None:
             self.captured.append((pending, result, kept if isinstance(kept, Batch) else None))
         return pending
+
+    def _interrupt_ahead(self, call: Call, makers: AbstractSet[int]) -> list[GenerationAhead]:
+        """Interrupt generation ahead on the ranks of a call, which would wait for it; return it.
+
+        makers: see `_submit`.
+        """
+        interrupted = []
+        for generation in list(self.ahead):
+            if call.lane == COMPUTE and not generation.ranks.isdisjoint(call.commands):
+                generation.interrupt(after=sorted(makers - generation.ranks))
+                interrupted.append(generation)
+        return interrupted
 
     def _take_freed(self, ranks: Iterable[int]) -> dict[int, list[int]]:
         """Return the freed results that these ranks still have to forget, by rank.

@@ -328,15 +328,15 @@ class GeneratorWorker(SamplingWorker):
         self._ahead = RowsAhead(self.requests, replica, self._runner)
 
     @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), draws=True)
-    def begin_sequences(self, batch: TensorDict, *, step: int) -> None:
+    def begin_sequences(self, batch: TensorDict, *, number: int) -> None:
         """Add rows without generating them yet. Later calls generate their responses.
 
-        step: the step that learns from the rows. Their seeds are those of this step, whenever they
-        are generated. Rows that were generated ahead are suspended. ProtocolError before
-        `open_queue`, WeightSyncError if the generator has no weights.
+        number: of the batch in the queue, from 1. The rows have the seeds that they would have in
+        the step of this number, whenever they are generated. Unfinished rows stay where they are.
+        ProtocolError before `open_queue`, WeightSyncError if the generator has no weights.
         """
-        self.fresh_generator()
-        call = replace(self.call, step=step)
+        self._check_weights()
+        call = replace(self.call, step=number)
         rows = rows_of(batch["prompts"])
         seeds = row_seeds(self.context, call)
         sampling = self.sampling.for_call()
@@ -389,18 +389,18 @@ class GeneratorWorker(SamplingWorker):
         draws=True,
         check=check_environment,
     )
-    def begin_episodes(self, batch: TensorDict, *, step: int) -> None:
+    def begin_episodes(self, batch: TensorDict, *, number: int) -> None:
         """Add an episode for each row without running it yet. Later calls run them.
 
-        step: see `begin_sequences`. ProtocolError before `open_queue`, WeightSyncError if the
+        number: see `begin_sequences`. ProtocolError before `open_queue`, WeightSyncError if the
         generator has no weights.
         """
-        self.fresh_generator()
+        self._check_weights()
         self.rows_ahead.begin_episodes(
             self.call.row_ids.tolist(),
             self.episode_rows(batch),
             self.sampling.for_call(),
-            partial(self._turn_seed, replace(self.call, step=step)),
+            partial(self._turn_seed, replace(self.call, step=number)),
         )
 
     @register(
@@ -493,12 +493,16 @@ class GeneratorWorker(SamplingWorker):
         Suspends rows that are generated ahead. WeightSyncError if it has not received or loaded
         any.
         """
+        self._check_weights()
+        if self._ahead is not None:
+            self._ahead.suspend_all()
+        return self.generator
+
+    def _check_weights(self) -> None:
+        """Report the version of the generator's weights; WeightSyncError if it has none."""
         if self.generator.weights_version == NEVER:
             got = "a generator without weights"
             do = "connect the two with flow.connect(actor, generator) and call its "
             do += "sync() first, or call load_weights() for those of the folder"
             raise WeightSyncError.of("generate", got, "those of the policy", do)
-        if self._ahead is not None:
-            self._ahead.suspend_all()
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
-        return self.generator
