@@ -93,9 +93,11 @@ def trained_of(run_dir: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def prompts_in_order(run_dir: Path, words: Sequence[str], num_steps: int) -> list[list[str]]:
+def prompts_in_order(
+    run_dir: Path, words: Sequence[str], num_steps: int, *, script: Path = QUEUED
+) -> list[list[str]]:
     """The prompts of each step as a run without a queue would draw them, each for every sample."""
-    cfg = load(QUEUED, None, [*words, f"run.dir={run_dir}"]).cfg
+    cfg = load(script, None, [*words, f"run.dir={run_dir}"]).cfg
     data = cfg.data
     report = scan(data, data.train_path, load_tokenizer(data.tokenizer_path))
     size = data.prompts_per_step
