@@ -91,8 +91,9 @@ class RolloutQueue(Iterator[Batch]):
         if age > self._max_staleness:
             got = f"weights {age} versions newer than those that started the batch's rows"
             expected = f"at most max_staleness={self._max_staleness}"
-            do = f"call next(queue) in every step at least {self._batches_per_step} times "
-            do += "(batches_per_step), and sync() once after its updates"
+            do = "call next(queue) in every step, as often as "
+            do += f"batches_per_step={self._batches_per_step} says, and sync() once after its "
+            do += "updates"
             raise ProtocolError.of("flow.queue", got, expected, do)
         generator = self._link.generator
         finish = generator.finish_episodes if self._plays else generator.finish_sequences

@@ -1,7 +1,7 @@
 """Trains from a queue as its settings say, and writes what each step was given and learnt.
 
 RUN_DIR/rows/step-N.pt has a dict for each batch: the ids and columns of its rows, and the metrics
-of its update. Between two steps the generator takes a fixed number of steps of its own, so rows are
+of its update. Ahead of the run the generator takes a fixed number of steps of its own, so rows are
 unfinished at every sync, and a run repeats bit for bit. With `kill` a rank kills the whole run, or
 itself, at a chosen moment. The functions are also those of queue_episodes.py.
 """
@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -26,15 +27,19 @@ from spmdflow import (
     GRPOAsyncConfig,
     PolicyWorker,
     RewardWorker,
+    WorkerContext,
     compute_advantages,
     compute_rollout_weights,
     register,
 )
 from spmdflow.config.leaf import setting
 from spmdflow.data.ragged import is_ragged, rows_of
+from spmdflow.episodes.run import EpisodeRunner
 
 FEW = 3
-"""Steps of the generator between two steps of the run."""
+"""Steps of the generator in a turn."""
+LIMIT_SECONDS = 300.0
+"""Only for a generator that is never halted."""
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "token_versions"),
     *("old_log_probs", "scores", "advantages", "prompt_text"),
@@ -97,9 +102,16 @@ class Moments:
 
 
 class SteadyGenerator(GeneratorWorker):
-    """Takes FEW steps between two steps of the run, however long those last."""
+    """Takes FEW steps in a turn ahead of the run, however long that lasts, and waits for its end.
+
+    So it would wait for ever in a run that waits for rows of later steps.
+    """
 
     role = "generator"
+
+    def __init__(self, cfg: Any, context: WorkerContext) -> None:
+        super().__init__(cfg, context)
+        self._halted_turns: SimpleQueue[int] = SimpleQueue()
 
     @register(transfer_mode="ONE_TO_ALL")
     def watch_moments(self, run_dir: str, kill: str) -> None:
@@ -116,12 +128,21 @@ class SteadyGenerator(GeneratorWorker):
     @register(transfer_mode="ONE_TO_ALL")
     def go_on(self, turn: int) -> None:
         """Take FEW steps in which the generator has rows, or as many as there are."""
-        runner = self._runner
-        if runner is None:
+        if self._runner is None:
             for _ in range(FEW):
                 if len(self.requests):
                     self.rows_ahead._step_requests()
-            return
+        else:
+            self._play_on(self._runner)
+        while self._halted_turns.get(timeout=LIMIT_SECONDS) < turn:
+            pass
+
+    def halt(self, turn: int) -> None:
+        """See Worker.halt."""
+        self._halted_turns.put(turn)
+
+    def _play_on(self, runner: EpisodeRunner) -> None:
+        """Take FEW steps in which episodes wait for replies, or as many as there are."""
         num_steps = 0
 
         def is_over() -> bool:
