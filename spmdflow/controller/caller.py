@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spmdflow.config.schema import RunConfig
+from spmdflow.controller.ahead import RunningAhead
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.draw_count import DrawCounts
@@ -53,7 +54,7 @@ from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import MessageError
-from spmdflow.runtime.call import Call, CallRecord, Pending, Replies, Transport
+from spmdflow.runtime.call import Call, CallRecord, Pending, Replies, Transport, with_freed
 from spmdflow.runtime.executor import COMPUTE, TRANSFER
 from spmdflow.tracking.metric import merge
 from spmdflow.worker_api.register import MethodSpec
@@ -64,20 +65,6 @@ _SOURCE_ROW_BYTES = 64 << 10
 """What a row of a data file is taken to have, as the controller does not know it."""
 _ROW_HEAD_BYTES = 16
 """Of a row that is fetched: its id in the command, its length in the reply."""
-
-
-class GenerationAhead(Protocol):
-    """A generator that generates rows of later steps, until it is interrupted."""
-
-    @property
-    def ranks(self) -> AbstractSet[int]:
-        """Of the generator. Their compute lanes are busy."""
-
-    def interrupt(self, *, after: Iterable[int] = ()) -> None:
-        """End it once the ranks `after` have run all earlier calls; without any, at once."""
-
-    def go_on(self) -> None:
-        """Begin it again."""
 
 
 class Caller:
@@ -118,8 +105,7 @@ class Caller:
         """Which rows the calls of the running step were given; tokens are counted afterwards."""
         self.num_updates: Counter[str] = Counter()
         """Updates of this launch by model."""
-        self.ahead: list[GenerationAhead] = []
-        """Generators that generate rows of later steps now."""
+        self.ahead = RunningAhead()
         self.captured: list[tuple[Pending, RowResult | None, Batch | None]] | None = None
         """Calls of a step that is kept (capsule.py), what they make and their inputs."""
         self.is_skipped: Callable[[Batch], bool] | None = None
@@ -140,14 +126,6 @@ class Caller:
         for rank in self.ranks:
             nodes[rank] = self.transport.node_of(rank)
         return nodes
-
-    @property
-    def busy(self) -> AbstractSet[int]:
-        """Ranks whose compute lane generates rows of later steps: a call interrupts them."""
-        ranks: set[int] = set()
-        for generation in self.ahead:
-            ranks |= generation.ranks
-        return ranks
 
     @property
     def records(self) -> list[CallRecord]:
@@ -257,7 +235,7 @@ class Caller:
         settings: its arguments. Returns a lazy batch of the columns that it writes.
         """
         make_postponed(batch, columns_of_map(batch, function, settings), function)
-        call = plan_map(batch, function, settings, self._context(), busy=self.busy)
+        call = plan_map(batch, function, settings, self._context(), busy=self.ahead.ranks)
         answer = self._send(call, batch)
         assert isinstance(answer, Batch)
         return answer
@@ -360,35 +338,20 @@ class Caller:
                 result.learn(replies)
 
         self._last_number = max(self._last_number, call.number)
-        interrupted = self._interrupt_ahead(call, makers)
-        freed = self._take_freed(call.commands)
-        try:
-            pending = self.transport.submit(_with_freed(call, freed), on_done)
+        with self.ahead.interrupted(call, makers):
+            freed = self._take_freed(call.commands)
+            try:
+                pending = self.transport.submit(with_freed(call, freed), on_done)
+            except MessageError:  # the script may go on
+                for rank, numbers in freed.items():
+                    self._unsent.setdefault(rank, []).extend(numbers)
+                raise
             if result is not None:
                 result.pending = pending
             self.calls.append(pending)
-        except MessageError:  # the script may go on
-            for rank, numbers in freed.items():
-                self._unsent.setdefault(rank, []).extend(numbers)
-            raise
-        finally:
-            for generation in interrupted:
-                generation.go_on()
         if self.captured is not None:
             self.captured.append((pending, result, kept if isinstance(kept, Batch) else None))
         return pending
-
-    def _interrupt_ahead(self, call: Call, makers: AbstractSet[int]) -> list[GenerationAhead]:
-        """Interrupt generation ahead on the ranks of a call, which would wait for it; return it.
-
-        makers: see `_submit`.
-        """
-        interrupted = []
-        for generation in list(self.ahead):
-            if call.lane == COMPUTE and not generation.ranks.isdisjoint(call.commands):
-                generation.interrupt(after=sorted(makers - generation.ranks))
-                interrupted.append(generation)
-        return interrupted
 
     def _take_freed(self, ranks: Iterable[int]) -> dict[int, list[int]]:
         """Return the freed results that these ranks still have to forget, by rank.
@@ -485,7 +448,7 @@ class Caller:
                 "operation": "fetch",
                 "input": Input.of(result, {name: ref.stored}, own).part(),
             }
-        lane = COMPUTE if self.busy.isdisjoint(commands) else TRANSFER
+        lane = COMPUTE if self.ahead.ranks.isdisjoint(commands) else TRANSFER
         replies = self.submit(f"fetch {name}", commands, lane=lane).result()
         columns = []
         for rank in parts:
@@ -594,22 +557,3 @@ class Caller:
         result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in sources)
         self._submit(call, result, tuple(columns.values()))
         return result
-
-
-def _with_freed(call: Call, freed: Mapping[int, Sequence[int]]) -> Call:
-    """Return the call with an entry "free" in its commands: the results that each rank must forget.
-
-    Ranks that shared one command still do if they forget the same results. Without freed results,
-    returns the call itself.
-    """
-    if not freed:
-        return call
-    commands: dict[int, Mapping[str, Any]] = {}
-    shared: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
-    for rank, command in call.commands.items():
-        numbers = tuple(freed.get(rank, ()))
-        key = (id(command), numbers)
-        if key not in shared:
-            shared[key] = {**command, "free": list(numbers)} if numbers else dict(command)
-        commands[rank] = shared[key]
-    return replace(call, commands=commands)

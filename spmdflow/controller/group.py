@@ -152,7 +152,7 @@ class WeightLink:
         """
         self._turn = self._turn + 1
         self.generator.go_on(turn=self._turn)
-        self._caller.ahead.append(self)
+        self._caller.ahead.generations.append(self)
 
     def halt(self) -> None:
         """End `go_on`, if it is running, once the policy has run all calls that were sent before.
@@ -171,9 +171,9 @@ class WeightLink:
         generator's ranks no longer count as busy at once.
         """
         caller = self._caller
-        if self not in caller.ahead:
+        if self not in caller.ahead.generations:
             return
-        caller.ahead.remove(self)
+        caller.ahead.generations.remove(self)
         halt = self._call_of_turn(self.generator.name, "halt", TRANSFER, self.ranks)
         if not after:
             caller.transport.submit(halt)
