@@ -257,7 +257,7 @@ def test_run_that_is_killed_at_ten_random_moments_ends_with_the_same_bits(
     assert different_numbers(run_dir, whole) == set()
 
 
-PLAYED = (*GUESS, "calls=[1, 2]", "total_steps=8", "save_every=1")
+PLAYED = (*GUESS, "actor.optimizer.lr=3e-3", "calls=[1, 2]", "total_steps=8", "save_every=1")
 
 
 @pytest.mark.drill
