@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spmdflow.config.algorithm import GRPOConfig, SurrogateActorConfig
+from spmdflow.config.episode_models import check_models
 from spmdflow.config.leaf import part, setting
 from spmdflow.config.reward import RewardTerm, locate_function, reward_terms
 from spmdflow.config.schema import MAX_FAILED_DOC, RolloutConfig, RunConfig
@@ -56,6 +57,12 @@ class EpisodeConfig:
         "tokenizer's response template, otherwise <tool_call>.",
         None,
     )
+    models: dict[str, Any] = setting(
+        "Models that episodes may call besides the policy, by name, as in {reference: {}, "
+        "policy@step: {}, judge: {url: 'http://host:8000/v1'}}; their replies are not trained.",
+        {},
+        type_words="map of name -> map",
+    )
 
 
 @dataclass
@@ -95,12 +102,13 @@ def environment_of(text: object) -> RewardTerm:
     return terms[0]
 
 
-def check_episode(key: str, episode: EpisodeConfig) -> None:
+def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> None:
     """Raise ConfigError unless the environment is an async function in an existing file.
 
     An import or assignment of that name passes. A tool_parser needs vllm to be installed. The file
-    is parsed, not run.
+    is parsed, not run. So too for invalid models; with `here`, their folders must exist.
     """
+    check_models(f"{key}.models", episode.models, here=here)
     if episode.tool_parser and find_spec("vllm") is None:
         got = repr(episode.tool_parser)
         expected = "vllm, whose parser it is, to be installed"

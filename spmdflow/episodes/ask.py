@@ -12,6 +12,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from spmdflow.config.episode_models import POLICY
 from spmdflow.rollout.generator import Finished
 from spmdflow.rollout.sampling import Grammar
 
@@ -95,6 +98,8 @@ class Ask:
     """Whether tools came as `functions`, so that a call goes back as `function_call`."""
     name: str = ""
     """Of the request's URL: a player or a subagent. Empty: none."""
+    model: str = POLICY
+    """Name of the model that replies."""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -122,6 +127,24 @@ class Reply:
     """The stop string that ended it."""
     top_pieces: tuple[tuple[str, ...], ...] = ()
     """Text of the likeliest tokens at each position, if they are requested."""
+    counts: tuple[int, int] | None = None
+    """Tokens of prompt and reply, of a reply whose tokens are not known here."""
+
+    @classmethod
+    def of_text(cls, name: str, message: Message, reason: str, counts: tuple[int, int]) -> Reply:
+        """A reply of a server outside of the run, of which only the text is known."""
+        drawn = Finished(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+        return cls(name, message, reason, [], drawn, [], counts=counts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids) if self.counts is None else self.counts[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the reply."""
+        return len(self.drawn.tokens) if self.counts is None else self.counts[1]
 
 
 def warn_of_ignored(body: Mapping[str, Any], supported: Set[str], warned_fields: set[str]) -> None:

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from spmdflow.config.episode_models import POLICY
 from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
 
-MODEL = "policy"
-"""Name of the model. Requests with any other name use the same weights."""
+MODEL = POLICY
+"""Name of the model that is trained. It also answers names that are not set up."""
 NO_EVENT = b": the reply is being generated\n\n"
 """A comment of an event stream, which parsers skip."""
 

@@ -22,6 +22,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -37,14 +38,18 @@ from spmdflow.episodes.fields import ChatDialect, CompletionDialect
 from spmdflow.episodes.generation import (
     AbandonedRequest,
     GenerationRequest,
+    ModelUse,
+    OtherModels,
     ReplyGenerator,
     RunningEpisode,
 )
 from spmdflow.episodes.guided import GuidedReplies
 from spmdflow.episodes.http import ClientLeft, HttpConnection, HttpRequest, MalformedRequest
 from spmdflow.episodes.messages import MessagesDialect
+from spmdflow.episodes.named_model import NamedModels
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.episodes.responses import ResponsesDialect
+from spmdflow.episodes.server_call import ServerCalls
 from spmdflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -120,15 +125,17 @@ class Endpoint:
 
     def __init__(
         self,
-        tokenizer: Any,
         *,
         limits: ConnectionLimits | None = None,
         guided: GuidedReplies | None = None,
+        models: NamedModels | None = None,
+        server_keys: Mapping[str, str] | None = None,
     ) -> None:
         """Opens the port and starts the thread.
 
-        tokenizer: from transformers. limits: of connections; None: the defaults. guided: what
-        replies can be made to conform to; None: calls in the form <tool_call>.
+        limits: of connections; None: the defaults. guided: what replies can be made to conform to;
+        None: calls in the form <tool_call>. models: those besides the policy. server_keys: model ->
+        key of its server.
         """
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.wake, self._waker = socket.socketpair()
@@ -141,7 +148,11 @@ class Endpoint:
         """By key."""
         self._limits = limits or ConnectionLimits()
         self._connections = Connections(self._limits)
-        self._replies = ReplyGenerator(tokenizer, guided or GuidedReplies(), self._post)
+        self._models = models or NamedModels()
+        self._servers = ServerCalls(server_keys)
+        self._replies = ReplyGenerator(
+            guided or GuidedReplies(), self._post, self._models, self._servers
+        )
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
         self._loop = asyncio.new_event_loop()
@@ -155,27 +166,38 @@ class Endpoint:
             lambda: HttpConnection(self._serve), "127.0.0.1", 0, backlog=_BACKLOG
         )
 
-    def open(self, number: int, recorder: Recorder) -> tuple[str, dict[str, str]]:
+    def open(
+        self, number: int, recorder: Recorder, others: OtherModels | None = None
+    ) -> tuple[str, dict[str, str]]:
         """Registers an episode. Returns its id, and its base_url, model and api_key.
 
         Id and key are random; the three values are the arguments of the environment. number: the
-        episode's number in GenerationRequest and EpisodeFault.
+        episode's number in GenerationRequest and EpisodeFault. others: what it needs for models
+        that are not the policy.
         """
         name = secrets.token_urlsafe(24)
-        episode = self._episodes[name] = RunningEpisode(number, name, recorder)
+        episode = self._episodes[name] = RunningEpisode(number, name, recorder, others)
         self._owners[episode.key] = episode
         url = f"http://127.0.0.1:{self.port}/episodes/{name}/v1"
         return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
 
-    def forget(self, name: str) -> None:
-        """Ends an episode: later requests with its id are refused, and its connections become idle.
+    def forget(self, name: str) -> dict[str, ModelUse]:
+        """Ends an episode: later requests with its id are refused, its connections become idle, and
+        its requests to servers are cancelled.
 
-        Does nothing for an unknown id.
+        Returns how often it used models that are not the policy; {} for an unknown id.
         """
         episode = self._episodes.pop(name, None)
-        if episode is not None:
-            del self._owners[episode.key]
-            self._loop.call_soon_threadsafe(self._connections.end_episode, name)
+        if episode is None:
+            return {}
+        del self._owners[episode.key]
+        self._loop.call_soon_threadsafe(self._end_episode, episode)
+        return episode.uses
+
+    def _end_episode(self, episode: RunningEpisode) -> None:
+        self._connections.end_episode(episode.name)
+        for call in episode.calls:
+            call.cancel()
 
     def close(self) -> None:
         """Stops the thread and closes all connections. May be called repeatedly."""
@@ -200,6 +222,7 @@ class Endpoint:
             task.cancel()
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.run_until_complete(self._servers.close())
 
     def _post(self, item: InboxItem) -> None:
         self.inbox.put(item)
@@ -327,7 +350,7 @@ class Endpoint:
         becomes a Refusal (400). Any other error is reported by `_report_unexpected`.
         """
         if route == "models" or route.startswith("models/"):
-            http.reply(json.dumps(_models(route)).encode())
+            http.reply(json.dumps(_models(route, self._models.names())).encode())
             return
         if route not in DIALECTS:
             got = f"the path {route!r}"
@@ -339,8 +362,7 @@ class Endpoint:
         dialect = DIALECTS[route]
         try:
             if route == "messages/count_tokens":
-                ask = self._replies.read(dialect, body, episode)
-                count = episode.recorder.count_tokens(ask)
+                count = self._replies.count_tokens(dialect, body, episode)
                 http.reply(json.dumps({"input_tokens": count}).encode())
                 return
             await self._replies.reply(episode, speaker, dialect, body, http)
@@ -366,21 +388,29 @@ class Endpoint:
         return Refusal(text, status=500, code="internal_error")
 
 
-def _models(route: str) -> dict[str, Any]:
-    """The answer to models or models/NAME, with the fields that both OpenAI and Anthropic have."""
-    entry = {
-        "id": MODEL,
+def _models(route: str, names: list[str]) -> dict[str, Any]:
+    """The answer to models or models/NAME, with the fields that both OpenAI and Anthropic have.
+
+    A name that is none of `names` is the policy's, because it answers requests with that name.
+    """
+    if route == "models":
+        entries = [_model(name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return {"object": "list", "data": entries, **ends}
+    name = unquote(route.removeprefix("models/"))
+    return _model(name if name in names else MODEL)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "spmdflow",
         "type": "model",
-        "display_name": MODEL,
+        "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
     }
-    if route != "models":
-        return entry
-    ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
-    return {"object": "list", "data": [entry], **ends}
 
 
 def _key_of(request: HttpRequest) -> str:

@@ -26,7 +26,6 @@ from spmdflow.episodes.ask import (
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import (
-    MODEL,
     ApiDialect,
     EventStream,
     check_log_probs,
@@ -187,7 +186,7 @@ class ChatDialect(ApiDialect):
         """See ApiDialect.answer."""
         choice = _choice(ask, reply)
         choice["message"] = _message(ask, reply)
-        head = _head("chat.completion", reply.name)
+        head = _head("chat.completion", reply.name, ask.model)
         return head | _prompt_ids(ask, reply) | {"choices": [choice], "usage": _usage(reply)}
 
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
@@ -208,7 +207,7 @@ class CompletionDialect(ApiDialect):
         """See ApiDialect.answer."""
         choice = _choice(ask, reply)
         choice["text"] = reply.message["content"] or ""
-        head = _head("text_completion", reply.name)
+        head = _head("text_completion", reply.name, ask.model)
         return head | _prompt_ids(ask, reply) | {"choices": [choice], "usage": _usage(reply)}
 
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
@@ -224,7 +223,7 @@ class _ChunkStream(EventStream):
     def __init__(self, ask: Ask, name: str) -> None:
         super().__init__()
         self._ask = ask
-        self._head = _head(self.kind, name)
+        self._head = _head(self.kind, name, ask.model)
 
     def begin(self) -> bytes:
         """See EventStream.begin: nothing, because the first chunk has text."""
@@ -300,15 +299,15 @@ class _CompletionStream(_ChunkStream):
         return data + self._end(reply, {"text": ""})
 
 
-def _head(kind: str, name: str) -> dict[str, Any]:
+def _head(kind: str, name: str, model: str) -> dict[str, Any]:
     prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
     created = int(time.time())
-    return {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": MODEL}
+    return {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": model}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    prompt = len(reply.prompt_ids)
-    response = len(reply.drawn.tokens)
+    prompt = reply.num_prompt_tokens
+    response = reply.num_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": response,

@@ -10,16 +10,20 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from spmdflow.episodes.ask import Ask, Message, Reply
+from spmdflow.config.episode_models import POLICY, EpisodeModel, ServedModel
+from spmdflow.data.row_id import seed_of
+from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
 from spmdflow.episodes.ids import reply_name
+from spmdflow.episodes.named_model import NamedModels, OwnSampling, take_sampling
 from spmdflow.episodes.partial import PartialText
-from spmdflow.episodes.recorder import Recorder, Turn
+from spmdflow.episodes.recorder import Limits, Recorder, Turn, too_many_turns
+from spmdflow.episodes.server_call import ServerCalls
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.sampling import Grammar
 
@@ -50,6 +54,15 @@ class GenerationRequest(NamedTuple):
     top_log_probs: int = 0
     progress: Callable[[list[int]], None] | None = None
     """Call it, from any thread, with the tokens so far. None: nobody wants to know."""
+    model: str = POLICY
+    """Name of the model that replies."""
+    sampling: OwnSampling | None = None
+    """Sampling settings of the request. None: it is the policy's, and the run's settings apply."""
+
+    @property
+    def identity(self) -> AbandonedRequest:
+        """What names this request once its client has left."""
+        return AbandonedRequest(self.number, self.name, self.turn, self.model)
 
 
 class AbandonedRequest(NamedTuple):
@@ -58,6 +71,7 @@ class AbandonedRequest(NamedTuple):
     number: int
     name: str
     turn: int
+    model: str = POLICY
 
 
 class RequestNotAdded(Exception):
@@ -110,7 +124,8 @@ class PendingReply:
 
     def _fail(self, err: Exception) -> None:
         if not self.future.done():
-            self.future.set_exception(RequestNotAdded(err))
+            refused = isinstance(err, Refusal)
+            self.future.set_exception(err if refused else RequestNotAdded(err))
             self._changed.set()
 
     def _show(self, tokens: list[int]) -> None:
@@ -118,11 +133,47 @@ class PendingReply:
         self._changed.set()
 
 
-class RunningEpisode:
-    """The endpoint's state of an episode: its key, its recorder and its numbers of requests."""
+class NamedRequest(NamedTuple):
+    """A request, and the model that it names."""
 
-    def __init__(self, number: int, name: str, recorder: Recorder) -> None:
-        """name: id of the episode. The key is drawn at random."""
+    ask: Ask
+    model: EpisodeModel | None
+    """None: the policy."""
+    sampling: OwnSampling | None
+    """None for the policy."""
+
+
+class OtherModels(NamedTuple):
+    """What an episode needs for models that are not the policy. Nothing of them is trained."""
+
+    new_recorder: Callable[[EpisodeModel], Recorder]
+    """Makes the recorder of a model with frozen weights."""
+    limits_of: Callable[[EpisodeModel], Limits]
+
+
+@dataclass
+class ModelUse:
+    """How often an episode used a model."""
+
+    requests: int = 0
+    failed: int = 0
+    """Requests that were refused: a server failed, weights are missing, a limit is reached."""
+    tokens: int = 0
+    """Of its replies."""
+
+
+class RunningEpisode:
+    """The endpoint's state of an episode: its key, its recorders and its numbers of requests."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        recorder: Recorder,
+        others: OtherModels | None = None,
+    ) -> None:
+        """name: id of the episode. others: what it needs for models that are not the policy. The
+        key is drawn at random."""
         self.number = number
         self.name = name
         self.recorder = recorder
@@ -131,6 +182,30 @@ class RunningEpisode:
         self.refused = 0
         self.past: dict[str, list[Message]] = {}
         """Id of a reply -> the messages up to it, where later requests may refer to it."""
+        self.uses: dict[str, ModelUse] = {}
+        """How often models other than the policy were used, by name."""
+        self.calls: set[asyncio.Task[Any]] = set()
+        """Requests to servers outside of the run that are under way."""
+        self._others = others
+        self._recorders: dict[str, Recorder] = {}
+
+    def recorder_of(self, model: EpisodeModel | None) -> Recorder:
+        """The recorder of a model; None: the policy. Made for its first request."""
+        if model is None:
+            return self.recorder
+        if model.name not in self._recorders:
+            assert self._others is not None, "models are set up"
+            self._recorders[model.name] = self._others.new_recorder(model)
+        return self._recorders[model.name]
+
+    def limits_of(self, model: EpisodeModel) -> Limits:
+        """The limits of this episode with a model that is not the policy."""
+        assert self._others is not None, "models are set up"
+        return self._others.limits_of(model)
+
+    def use_of(self, model: EpisodeModel) -> ModelUse:
+        """The numbers of a model, which may be changed."""
+        return self.uses.setdefault(model.name, ModelUse())
 
 
 class ReplyGenerator:
@@ -138,19 +213,43 @@ class ReplyGenerator:
 
     def __init__(
         self,
-        tokenizer: Any,
         guided: GuidedReplies,
         post: Callable[[GenerationRequest | AbandonedRequest], None],
+        models: NamedModels,
+        servers: ServerCalls,
     ) -> None:
-        """tokenizer: from transformers. post: hands a request to the generator's thread."""
-        self._tokenizer = tokenizer
+        """post: hands a request to the generator's thread. models: those besides the policy.
+        servers: calls those that run outside."""
+        self.models = models
+        self._servers = servers
         self._guided = guided
         self._post = post
         self._warned_fields: set[str] = set()
 
-    def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> Ask:
-        """The request in its internal form. Refusal if it cannot be met."""
-        return dialect.parse(json.loads(body), past=episode.past, warned_fields=self._warned_fields)
+    def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> NamedRequest:
+        """The request in its internal form, and the model that it names. Refusal if it cannot be
+        met."""
+        fields = json.loads(body)
+        model = None
+        sampling = None
+        if isinstance(fields, dict):
+            model = self.models.find(fields.get("model"))
+        if model is not None:
+            fields, sampling = take_sampling(fields)
+        ask = dialect.parse(fields, past=episode.past, warned_fields=self._warned_fields)
+        if model is not None:
+            ask = replace(ask, model=model.name)
+        return NamedRequest(ask, model, sampling)
+
+    def count_tokens(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> int:
+        """Number of tokens of a request's prompt. Refusal if the model runs on a server."""
+        asked = self.read(dialect, body, episode)
+        if isinstance(asked.model, ServedModel):
+            raise Refusal(
+                f"count_tokens: got the model {asked.model.name!r}, expected one whose tokenizer "
+                f"the run has; ask its server"
+            )
+        return episode.recorder_of(asked.model).count_tokens(asked.ask)
 
     async def reply(
         self,
@@ -168,10 +267,34 @@ class ReplyGenerator:
         it.
         """
         http.check_client()
-        recorder = episode.recorder
-        ask = self._guided.with_grammar(self.read(dialect, body, episode))
+        asked = self.read(dialect, body, episode)
+        model = asked.model
         if speaker:
-            ask = replace(ask, name=speaker)
+            asked = asked._replace(ask=replace(asked.ask, name=speaker))
+        if model is None:
+            await self._generate(episode, asked, dialect, http)
+            return
+        use = episode.use_of(model)
+        use.requests += 1
+        try:
+            if isinstance(model, ServedModel):
+                use.tokens += await self._call(episode, model, asked, dialect, http)
+            else:
+                use.tokens += await self._generate(episode, asked, dialect, http)
+        except Refusal:
+            use.failed += 1
+            raise
+
+    async def _generate(
+        self,
+        episode: RunningEpisode,
+        asked: NamedRequest,
+        dialect: ApiDialect,
+        http: HttpConnection,
+    ) -> int:
+        """Has a generator of this run reply, and writes the answer. Returns the reply's tokens."""
+        recorder = episode.recorder_of(asked.model)
+        ask = self._guided.with_grammar(asked.ask)
         turn = recorder.begin(ask)
         pending = PendingReply()
         ids = turn.ids
@@ -194,21 +317,92 @@ class ReplyGenerator:
                 grammar=after_thought(ask.grammar, turn.text),
                 top_log_probs=ask.top_log_probs,
                 progress=None if stream is None else pending.progress,
+                model=ask.model,
+                sampling=asked.sampling,
             )
         )
         http.on_leave = pending.leave
         try:
             if stream is not None:
-                await self._write_progress(stream, pending, ask, ids, http)
+                visible = PartialText(
+                    recorder.tokenizer, ask, ids, shows_calls=self._guided.style == "qwen_3"
+                )
+                await self._write_progress(stream, pending, visible, http)
             drawn = await pending.future
         finally:
             http.on_leave = None
             if http.has_left or not pending.future.done():
-                self._post(AbandonedRequest(episode.number, episode.name, turn.number))
+                self._post(AbandonedRequest(episode.number, episode.name, turn.number, ask.model))
         http.check_client()
         if drawn is None:
             raise ClientLeft
         reply = self._record(recorder, ask, turn, drawn)
+        self._answer(episode, ask, reply, stream, dialect, http)
+        return reply.num_tokens
+
+    async def _call(
+        self,
+        episode: RunningEpisode,
+        model: ServedModel,
+        asked: NamedRequest,
+        dialect: ApiDialect,
+        http: HttpConnection,
+    ) -> int:
+        """Has a server outside of the run reply, and writes the answer. Returns its tokens.
+
+        ClientLeft if the client or the episode has gone meanwhile.
+        """
+        ask = asked.ask
+        limits = episode.limits_of(model)
+        number = episode.use_of(model).requests - 1
+        if number >= limits.max_turns:
+            raise too_many_turns(number, limits.max_turns, model.name)
+        name = reply_name(seed_of(episode.recorder.id_seed, "model", name=model.name), number)
+        most = min(ask.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
+        stream = None
+        if ask.stream:
+            stream = dialect.stream(ask, name=name, num_prompt_tokens=0)
+        call = asyncio.ensure_future(
+            self._servers.reply(
+                model, ask, asked.sampling or OwnSampling(), name=name, max_new_tokens=most
+            )
+        )
+        episode.calls.add(call)
+
+        def leave() -> None:
+            call.cancel()
+
+        http.on_leave = leave
+        try:
+            while stream is not None and not call.done():
+                await asyncio.wait([call], timeout=_SILENCE_SECONDS)
+                if not call.done():
+                    self._begin_stream(stream, http)
+                    http.write_part(NO_EVENT)
+                    await http.drain()
+            await asyncio.wait([call])
+        finally:
+            http.on_leave = None
+            episode.calls.discard(call)
+            call.cancel()
+        http.check_client()
+        if call.cancelled():
+            raise ClientLeft
+        reply = call.result()
+        self._answer(episode, ask, reply, stream, dialect, http)
+        return reply.num_tokens
+
+    def _answer(
+        self,
+        episode: RunningEpisode,
+        ask: Ask,
+        reply: Reply,
+        stream: EventStream | None,
+        dialect: ApiDialect,
+        http: HttpConnection,
+    ) -> None:
+        """Writes the answer, or the end of its stream, and remembers what later requests may refer
+        to."""
         past = dialect.past_of(ask, reply)
         if past is not None:
             episode.past[past[0]] = past[1]
@@ -226,7 +420,7 @@ class ReplyGenerator:
         recorder.turn_of_reply[name] = turn.number
         pieces: list[str] = []
         top_pieces: list[tuple[str, ...]] = []
-        decode = self._tokenizer.decode
+        decode = recorder.tokenizer.decode
         if ask.log_probs:
             pieces = [decode([token]) for token in response.tokens.tolist()]
         if ask.top_log_probs and response.notes is not None:
@@ -247,16 +441,13 @@ class ReplyGenerator:
         self,
         stream: EventStream,
         pending: PendingReply,
-        ask: Ask,
-        ids: list[int],
+        visible: PartialText,
         http: HttpConnection,
     ) -> None:
         """Writes the text of a reply while it is generated; returns when it is complete.
 
-        A comment is written after 10 s without text. ids: those of the prompt.
+        A comment is written after 10 s without text.
         """
-        shows_calls = self._guided.style == "qwen_3"
-        visible = PartialText(self._tokenizer, ask, ids, shows_calls=shows_calls)
         while not pending.future.done():
             has_news = await pending.change(_SILENCE_SECONDS)
             if pending.future.done():

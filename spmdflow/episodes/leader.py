@@ -9,10 +9,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from spmdflow.config.episode_models import POLICY
 from spmdflow.data.row_id import seed_of
 from spmdflow.episodes.credit import CreditedSegment, CreditRule, credit_segments
 from spmdflow.episodes.endpoint import Endpoint, InboxItem
-from spmdflow.episodes.generation import AbandonedRequest, GenerationRequest
+from spmdflow.episodes.frozen import FrozenModels
+from spmdflow.episodes.generation import (
+    AbandonedRequest,
+    GenerationRequest,
+    ModelUse,
+    OtherModels,
+)
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Recorder, Segment
 from spmdflow.episodes.result import Episode, row_of
@@ -44,7 +51,7 @@ class AddedRequest(NamedTuple):
         return cls(
             number=draw.number,
             prompt=draw.ids,
-            turn=_turn_of_seed(draw),
+            turn=turn_of_seed(draw),
             max_new_tokens=draw.max_new_tokens,
             stop=list(draw.stop),
             grammar=[] if grammar is None else [grammar.kind, grammar.text],
@@ -52,11 +59,12 @@ class AddedRequest(NamedTuple):
         )
 
 
-def _turn_of_seed(draw: GenerationRequest) -> int:
+def turn_of_seed(draw: GenerationRequest) -> int:
     """Return the number that the seed of a reply is derived from.
 
-    Without a name it is the turn's number in the episode. With one it is derived from the name and
-    the number of its turn, so that it does not depend on the requests of other names.
+    Without a name it is the turn's number in the episode, of those with the same model. With one it
+    is derived from the name and the number of its turn, so that it does not depend on the requests
+    of other names.
     """
     if not draw.speaker:
         return draw.turn
@@ -84,11 +92,18 @@ class ReplicaLeader:
         new_recorder: Callable[[int], Recorder],
         check: Callable[[GenerationRequest], None],
         rule: CreditRule | None = None,
+        frozen: FrozenModels | None = None,
+        others: Callable[[int], OtherModels] | None = None,
     ) -> None:
         """new_recorder: called with an episode's number. check: raises an error if a request is
         invalid. rule: rewards of segments; None: only the longest segment of an episode is
-        returned."""
+        returned. frozen: models with frozen weights. others: what the episode of a number needs for
+        models that are not the policy. None: there are none."""
         self._rule = rule
+        self._frozen = frozen
+        self._others = others
+        self._uses: dict[int, dict[str, ModelUse]] = {}
+        """Of closed episodes that have not been recorded: how they used other models."""
         self._pool = pool
         self._endpoint = endpoint
         self._new_recorder = new_recorder
@@ -117,7 +132,8 @@ class ReplicaLeader:
         change is returned once. done: is_over() after that.
         """
         self._pool.start_waiting(self._open_episode)
-        seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
+        is_idle = idle and (self._frozen is None or self._frozen.is_idle)
+        seconds = _IDLE_SECONDS if is_idle and not is_over() else 0.0
         new_requests: list[GenerationRequest] = []
         wake = self._endpoint.wake.fileno()
         for ended in self._pool.advance(
@@ -128,6 +144,10 @@ class ReplicaLeader:
         for item in new_requests:
             if self._names.get(item.number) != item.name:
                 item.done(None)  # its episode has ended
+                continue
+            if item.model != POLICY:
+                assert self._frozen is not None, item.model
+                self._frozen.add(item)
                 continue
             try:
                 self._check(item)
@@ -140,6 +160,8 @@ class ReplicaLeader:
         self._aborted = []
         ended_episodes = self._ended
         self._ended = []
+        if self._frozen is not None:
+            self._frozen.end_episodes(ended_episodes)
         return StepChanges(added, aborted, ended_episodes, is_over())
 
     def _read_inbox(self, new_requests: list[GenerationRequest]) -> dict[int, str]:
@@ -165,12 +187,21 @@ class ReplicaLeader:
     def _abandon(self, item: AbandonedRequest, new_requests: list[GenerationRequest]) -> None:
         """Aborts the request of a client that has left, wherever it is."""
         for draw in list(new_requests):
-            if (draw.number, draw.name, draw.turn) == item:
+            if draw.identity == item:
                 new_requests.remove(draw)
+        if item.model != POLICY:
+            assert self._frozen is not None, item.model
+            self._frozen.abandon(item)
+            return
         for request, draw in list(self._drawing.items()):
-            if (draw.number, draw.name, draw.turn) == item:
+            if draw.identity == item:
                 del self._drawing[request]
                 self._aborted.append(request)
+
+    def step_frozen(self) -> None:
+        """Draws a few tokens for the requests to models with frozen weights."""
+        if self._frozen is not None:
+            self._frozen.step()
 
     def show_progress(self, tokens_so_far: Callable[[list[int]], list[list[int]]]) -> None:
         """Hands the tokens so far of streamed replies to the endpoint.
@@ -222,10 +253,17 @@ class ReplicaLeader:
         """Makes `collect_changes` return. Safe in any thread."""
         self._endpoint.notify()
 
+    def sleep(self) -> None:
+        """Frees the caches of models with frozen weights."""
+        if self._frozen is not None:
+            self._frozen.sleep()
+
     def close(self) -> None:
-        """Ends the worker processes and the endpoint."""
+        """Ends the worker processes, the endpoint, and models with frozen weights."""
         self._pool.close()
         self._endpoint.close()
+        if self._frozen is not None:
+            self._frozen.close()
 
     def _open_episode(self, number: int) -> dict[str, str]:
         """Opens an episode at the endpoint with a new recorder; returns what its environment gets.
@@ -235,7 +273,10 @@ class ReplicaLeader:
         """
         self._close_episode(number)
         self._recorders[number] = self._new_recorder(number)
-        self._names[number], arguments = self._endpoint.open(number, self._recorders[number])
+        others = None if self._others is None else self._others(number)
+        self._names[number], arguments = self._endpoint.open(
+            number, self._recorders[number], others
+        )
         return arguments
 
     def _close_episode(self, number: int) -> None:
@@ -245,7 +286,7 @@ class ReplicaLeader:
         nothing if the episode is not open.
         """
         if number in self._names:
-            self._endpoint.forget(self._names.pop(number))
+            self._uses[number] = self._endpoint.forget(self._names.pop(number))
             self._ended.append(number)
         for request, draw in list(self._drawing.items()):
             if draw.number == number:
@@ -262,6 +303,9 @@ class ReplicaLeader:
         """
         self._close_episode(ended.number)
         recorder = self._recorders.pop(ended.number)
+        uses = {}
+        for model, use in self._uses.pop(ended.number, {}).items():
+            uses[model] = [use.requests, use.failed, use.tokens]
         scores = ended.scores if recorder.longest() else None
         cause = ended.cause
         credited: list[CreditedSegment] = []
@@ -292,4 +336,5 @@ class ReplicaLeader:
             segment.calls,
             segment.routes,
             tuple(row_of(each) for each in credited) if self._rule is not None else (),
+            uses,
         )

@@ -24,7 +24,7 @@ from spmdflow.episodes.ask import (
     read_stop,
     warn_of_ignored,
 )
-from spmdflow.episodes.dialect import MODEL, ApiDialect, EventStream, write_event
+from spmdflow.episodes.dialect import ApiDialect, EventStream, write_event
 from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
@@ -84,15 +84,15 @@ class MessagesDialect(ApiDialect):
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
         """See ApiDialect.answer."""
-        return _head(reply.name, len(reply.prompt_ids)) | {
+        return _head(reply.name, ask.model, reply.num_prompt_tokens) | {
             "content": _blocks(reply.message),
             **_stop_of(reply),
-            "usage": _usage(len(reply.prompt_ids), len(reply.drawn.tokens)),
+            "usage": _usage(reply.num_prompt_tokens, reply.num_tokens),
         }
 
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
         """See ApiDialect.stream."""
-        return _MessageStream(name, num_prompt_tokens)
+        return _MessageStream(name, ask.model, num_prompt_tokens)
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """See ApiDialect.error: in Anthropic's form."""
@@ -208,12 +208,12 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def _head(name: str, num_prompt_tokens: int) -> dict[str, Any]:
+def _head(name: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:
     return {
         "id": f"msg_{name}",
         "type": "message",
         "role": "assistant",
-        "model": MODEL,
+        "model": model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -237,9 +237,9 @@ def _stop_of(reply: Reply) -> dict[str, Any]:
 class _MessageStream(EventStream):
     """The events of a message: its blocks one after another."""
 
-    def __init__(self, name: str, num_prompt_tokens: int) -> None:
+    def __init__(self, name: str, model: str, num_prompt_tokens: int) -> None:
         super().__init__()
-        self._start = _head(name, num_prompt_tokens)
+        self._start = _head(name, model, num_prompt_tokens)
         self._index = 0
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -282,7 +282,7 @@ class _MessageStream(EventStream):
                 text = json.dumps(block["input"])
                 delta = {"type": "input_json_delta", "partial_json": text}
                 data += self._block({**block, "input": {}}, delta)
-        usage = _usage(len(reply.prompt_ids), len(reply.drawn.tokens))
+        usage = _usage(reply.num_prompt_tokens, reply.num_tokens)
         data += self._event("message_delta", delta=_stop_of(reply), usage=usage)
         return data + self._event("message_stop")
 

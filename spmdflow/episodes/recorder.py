@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmdflow.config.episode_models import POLICY
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.ask import Ask, Refusal
@@ -158,6 +159,11 @@ class Recorder:
         """Name of a reply (`ids.reply_name`) -> number of the turn."""
         self._turns_of_name: Counter[str] = Counter()
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from transformers."""
+        return self._tokenizer
+
     def begin(self, ask: Ask) -> Turn:
         """Returns the turn of a request, which extends a segment or starts a new one.
 
@@ -168,11 +174,7 @@ class Recorder:
         `finish`.
         """
         if self.num_turns >= self._limits.max_turns:
-            raise Refusal(
-                f"got request {self.num_turns + 1} of an episode, expected at most "
-                f"actor.rollout.episode.max_turns={self._limits.max_turns}",
-                code="max_turns",
-            )
+            raise too_many_turns(self.num_turns, self._limits.max_turns, ask.model)
         match = self._match_chat(ask) if ask.messages else self._match_completion(ask)
         segment = match.segment
         new_ids = match.new_ids
@@ -383,6 +385,17 @@ class Recorder:
         if isinstance(ask.prompt, list):
             return Match(None, ask.prompt, "")
         return Match(None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt)
+
+
+def too_many_turns(num_turns: int, most: int, model: str) -> Refusal:
+    """The refusal of a request after `num_turns` others to the same model."""
+    key = "actor.rollout.episode"
+    if model != POLICY:
+        key = f"{key}.models.{model}"
+    return Refusal(
+        f"got request {num_turns + 1} of an episode, expected at most {key}.max_turns={most}",
+        code="max_turns",
+    )
 
 
 def _sampled_columns(response: VersionedResponse) -> tuple[list[bool], list[float], list[int]]:

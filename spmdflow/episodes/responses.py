@@ -26,7 +26,6 @@ from spmdflow.episodes.ask import (
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import (
-    MODEL,
     ApiDialect,
     EventStream,
     check_log_probs,
@@ -266,11 +265,11 @@ def _response(
     if reply is not None:
         status = "incomplete" if is_cut else "completed"
         usage = {
-            "input_tokens": len(reply.prompt_ids),
+            "input_tokens": reply.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": len(reply.drawn.tokens),
+            "output_tokens": reply.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": len(reply.prompt_ids) + len(reply.drawn.tokens),
+            "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
         }
     tools = []
     for tool in ask.tools or ():
@@ -285,7 +284,7 @@ def _response(
         "instructions": None,
         "max_output_tokens": ask.max_tokens,
         "metadata": {},
-        "model": MODEL,
+        "model": ask.model,
         "output": output,
         "parallel_tool_calls": not ask.one_call,
         "store": False,

@@ -16,12 +16,17 @@ from typing import Any
 import torch
 
 from spmdflow.config.episode import EpisodeConfig
+from spmdflow.config.episode_models import EpisodeModel
+from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.credit import CreditRule
 from spmdflow.episodes.endpoint import Endpoint
-from spmdflow.episodes.generation import GenerationRequest
+from spmdflow.episodes.frozen import FrozenModels
+from spmdflow.episodes.generation import GenerationRequest, OtherModels
 from spmdflow.episodes.guided import GuidedReplies
-from spmdflow.episodes.leader import AddedRequest, ReplicaLeader, StepChanges
+from spmdflow.episodes.leader import AddedRequest, ReplicaLeader, StepChanges, turn_of_seed
+from spmdflow.episodes.model_set import ModelSet
+from spmdflow.episodes.named_model import NamedModels, OwnSampling
 from spmdflow.episodes.pool import EnvironmentPool
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.episodes.result import Episode, from_plain, to_plain
@@ -47,9 +52,11 @@ class EpisodeRunner:
         chat: ChatTemplate,
         end_tokens: tuple[int, ...],
         replica: Replica,
+        models: ModelSet | None = None,
     ) -> None:
-        """On the first rank, opens the endpoint and starts the worker processes in the
-        background."""
+        """On the first rank, opens the endpoint, loads the models with frozen weights that are
+        always there, and starts the worker processes in the background. models: those besides the
+        policy; None: there are none."""
         tokenizer = chat.tokenizer
         self._chat = chat
         self._limits = limits
@@ -68,9 +75,20 @@ class EpisodeRunner:
                 tokenizer, "response_schema", None
             )
             guided = GuidedReplies(requests.is_guided, cfg.tool_parser, bool(own_form))
-            endpoint = Endpoint(tokenizer, guided=guided)
+            named = NamedModels() if models is None else models.named()
+            endpoint = Endpoint(
+                guided=guided, models=named, server_keys=None if models is None else models.keys
+            )
             rule = CreditRule(cfg.credit, cfg.credit_discount) if cfg.segments == "all" else None
-            self._leader = ReplicaLeader(pool, endpoint, self._new_recorder, self._check, rule)
+            self._leader = ReplicaLeader(
+                pool,
+                endpoint,
+                self._new_recorder,
+                self._check,
+                rule,
+                None if models is None else self._frozen_models(models),
+                None if models is None else partial(self._others, models),
+            )
 
     def run(
         self,
@@ -160,6 +178,7 @@ class EpisodeRunner:
                     leader.deliver(drawn)
             if leader:
                 leader.show_progress(requests.tokens_so_far)
+                leader.step_frozen()
 
     @property
     def num_under_way(self) -> int:
@@ -172,6 +191,11 @@ class EpisodeRunner:
         """Makes `run_until` check again. Safe in any thread."""
         if self._leader:
             self._leader.wake()
+
+    def sleep(self) -> None:
+        """Frees the caches of models with frozen weights; their requests continue later."""
+        if self._leader:
+            self._leader.sleep()
 
     def close(self) -> None:
         """Ends the worker processes and the endpoint."""
@@ -225,6 +249,53 @@ class EpisodeRunner:
         _, seed_of = self._seeds_of_episode[number]
         recorder.id_seed = seed_of(0)
         return recorder
+
+    def _frozen_models(self, models: ModelSet) -> FrozenModels:
+        """The models with frozen weights; loads those that are always there."""
+        frozen = FrozenModels(
+            models.load, partial(self._frozen_request, models), most_steps=models.most_steps
+        )
+        for name in models.fixed:
+            frozen.open(name)
+        return frozen
+
+    def _others(self, models: ModelSet, number: int) -> OtherModels:
+        """What an episode needs for models that are not the policy."""
+        _, seed_of_turn = self._seeds_of_episode[number]
+        id_seed = seed_of_turn(0)
+
+        def new_recorder(model: EpisodeModel) -> Recorder:
+            form = models.form_of(model.name)
+            limits = models.limits_of(model)
+            recorder = Recorder(form.chat, form.end_tokens, limits, self._read_calls)
+            recorder.id_seed = seed_of(id_seed, "model", name=model.name)
+            return recorder
+
+        return OtherModels(new_recorder, models.limits_of)
+
+    def _frozen_request(self, models: ModelSet, draw: GenerationRequest) -> Request:
+        """What the generator of a model with frozen weights gets for a request.
+
+        Without a seed of the request, the seed is derived from the episode's, the model's name and
+        the turn. With one it is derived from that alone.
+        """
+        _, seed_of_turn = self._seeds_of_episode[draw.number]
+        own = draw.sampling or OwnSampling()
+        seed = seed_of_turn(seed_of(turn_of_seed(draw), "model", name=draw.model))
+        if own.seed is not None:
+            seed = seed_of(own.seed, "request")
+        return Request(
+            prompt=torch.tensor(draw.ids, dtype=torch.int64),
+            seed=seed,
+            sampling=replace(
+                models.sampling_of(draw.model, own),
+                max_new_tokens=draw.max_new_tokens,
+                stop=tuple(draw.stop),
+                grammar=draw.grammar,
+                top_log_probs=draw.top_log_probs,
+            ),
+            conversation=draw.number,
+        )
 
     def _share_changes(self, mine: StepChanges | None) -> StepChanges:
         """The first rank's changes, on every rank of the replica (collective)."""

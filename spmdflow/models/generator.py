@@ -238,8 +238,10 @@ class SamplingWorker(EpisodeWorker):
         self.generator.return_routes()
 
     def make_room(self, *, trains: bool) -> None:
-        """Frees the KV cache."""
+        """Frees the KV cache, and those of models that episodes call."""
         self.generator.sleep()
+        if self._runner is not None:
+            self._runner.sleep()
 
     def close(self) -> None:
         """Ends the environments, and frees the generator."""

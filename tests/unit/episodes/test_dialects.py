@@ -42,7 +42,7 @@ class Episode:
             vocab_size=len(TOKENIZER),
         )
         self.recorder = Recorder(ChatTemplate(TOKENIZER), (TOKENIZER.eos_token_id,), limits)
-        self.endpoint = Endpoint(TOKENIZER)
+        self.endpoint = Endpoint()
         _, told = self.endpoint.open(0, self.recorder)
         url = told["base_url"]
         key = told["api_key"]

@@ -20,7 +20,7 @@ BODY = b'{"prompt": "a"}'
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    opened = Endpoint(TOKENIZER)
+    opened = Endpoint()
     yield opened
     opened.close()
 
@@ -125,7 +125,7 @@ def test_what_is_no_http_is_answered_without_a_traceback(
 
 def test_idle_connections_beyond_all_slots_keep_no_episode_out() -> None:
     limits = ConnectionLimits(strangers=8, strangers_of_address=8, total=8)
-    endpoint = Endpoint(TOKENIZER, limits=limits)
+    endpoint = Endpoint(limits=limits)
     idle = Agent(endpoint, 1)
     busy = Agent(endpoint, 2)
     with ExitStack() as opened:
@@ -149,7 +149,7 @@ def test_idle_connections_beyond_all_slots_keep_no_episode_out() -> None:
 
 def test_strangers_of_one_address_have_a_limit_of_their_own() -> None:
     limits = ConnectionLimits(strangers=8, strangers_of_address=2, stranger_seconds=WAIT_SECONDS)
-    endpoint = Endpoint(TOKENIZER, limits=limits)
+    endpoint = Endpoint(limits=limits)
     agent = Agent(endpoint)
     with ExitStack() as opened:
         first, *_ = [opened.enter_context(agent.connect()) for _ in range(3)]
