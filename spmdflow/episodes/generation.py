@@ -277,6 +277,7 @@ class ReplyGenerator:
         use = episode.use_of(model)
         use.requests += 1
         try:
+            await self.models.wait_until_sealed(model)
             if isinstance(model, ServedModel):
                 use.tokens += await self._call(episode, model, asked, dialect, http)
             else:

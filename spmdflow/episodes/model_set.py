@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from spmdflow.config.episode_models import (
@@ -13,7 +13,7 @@ from spmdflow.config.episode_models import (
 )
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.frozen import LoadedWeights
-from spmdflow.episodes.named_model import NamedModels, OwnSampling
+from spmdflow.episodes.named_model import NamedModels, OwnSampling, SavedSteps
 from spmdflow.episodes.recorder import Limits
 from spmdflow.rollout.sampling import Sampling
 
@@ -40,8 +40,8 @@ class ModelSet:
     load: Callable[[str], LoadedWeights]
     """Loads the weights of a name, which may be policy@STEP."""
     form_of: Callable[[str], ModelForm]
-    steps: Callable[[], Sequence[int]]
-    """The steps whose weights can be loaded, in ascending order."""
+    steps: Callable[[], SavedSteps]
+    """The checkpoints at this moment."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Model -> key of its server."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdflow.config.episode_models import (
     AT_STEP,
@@ -23,6 +24,9 @@ KEY = "actor.rollout.episode.models"
 _MOST_WARNINGS = 20
 _NAME_LETTERS = 100
 _MOST_STEPS_SHOWN = 8
+_MOST_DIGITS = 10
+_WAIT_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,27 @@ class OwnSampling:
     seed: int | None = None
 
 
+class SavedSteps(NamedTuple):
+    """Steps of the run with a checkpoint. 0 is its start."""
+
+    sealed: Sequence[int] = (0,)
+    """Whose weights can be loaded, in ascending order."""
+    unsealed: Collection[int] = ()
+    """Whose checkpoints are being written."""
+
+
 class NamedModels:
     """The models that requests may name. Used only in the endpoint's thread."""
 
     def __init__(
         self,
         models: Mapping[str, EpisodeModel] | None = None,
-        steps: Callable[[], Sequence[int]] = tuple,
+        steps: Callable[[], SavedSteps] | None = None,
     ) -> None:
-        """models: by name, without the policy. steps: the steps whose weights can be loaded, in
-        ascending order; 0 is the start of the run."""
+        """models: by name, without the policy. steps: the checkpoints at this moment; None: there
+        are none."""
         self._models = dict(models or {})
-        self._steps = steps
+        self._steps = steps or SavedSteps
         self._warned: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -78,23 +91,41 @@ class NamedModels:
         names = [POLICY]
         names += [name for name in self._models if name != AT_STEP]
         if AT_STEP in self._models:
-            names += [f"{STEP_PREFIX}{step}" for step in self._steps()]
+            names += [f"{STEP_PREFIX}{step}" for step in self._steps().sealed]
         return names
+
+    async def wait_until_sealed(self, model: EpisodeModel) -> None:
+        """Waits until the checkpoint of a model named policy@STEP is complete, at most 60 s.
+
+        So it makes no difference whether it is written faster than the next step begins. Refusal
+        (404) if it is not complete then. Returns at once for any other model.
+        """
+        if not model.name.startswith(STEP_PREFIX):
+            return
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _WAIT_SECONDS
+        step = int(model.name.removeprefix(STEP_PREFIX))
+        while step not in (steps := self._steps()).sealed:
+            if step not in steps.unsealed or loop.time() >= until:
+                raise self._not_saved(model.name, steps)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _at_step(self, name: str) -> EpisodeModel:
         if AT_STEP not in self._models:
             raise self._unknown(name, f"add {AT_STEP}: {{}} to {KEY}")
         step = name.removeprefix(STEP_PREFIX)
-        steps = list(self._steps())
-        if not (step.isascii() and step.isdecimal()) or int(step) not in steps:
-            newest = ", ".join(map(str, steps[-_MOST_STEPS_SHOWN:]))
-            raise Refusal(
-                f"model: got {name!r}, expected a step whose checkpoint exists: {newest}; "
-                f"raise run.keep_checkpoints, or name another step",
-                status=404,
-                code="model_not_found",
-            )
+        if not (step.isascii() and step.isdecimal() and len(step) < _MOST_DIGITS):
+            raise self._not_saved(name, self._steps())
         return replace(self._models[AT_STEP], name=f"{STEP_PREFIX}{int(step)}")
+
+    def _not_saved(self, name: str, steps: SavedSteps) -> Refusal:
+        newest = ", ".join(map(str, steps.sealed[-_MOST_STEPS_SHOWN:]))
+        return Refusal(
+            f"model: got {name[:_NAME_LETTERS]!r}, expected a step whose checkpoint exists: "
+            f"{newest}; raise run.keep_checkpoints, or name another step",
+            status=404,
+            code="model_not_found",
+        )
 
     def _unknown(self, name: str, do: str) -> Refusal:
         names = ", ".join(self.names())

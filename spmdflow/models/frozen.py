@@ -30,7 +30,7 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.episodes.frozen import LoadedWeights
 from spmdflow.episodes.model_set import ModelForm, ModelSet
-from spmdflow.episodes.named_model import KEY
+from spmdflow.episodes.named_model import KEY, SavedSteps
 from spmdflow.episodes.recorder import Limits
 from spmdflow.errors import CheckpointError
 from spmdflow.rollout.builtin import BuiltinGenerator
@@ -109,9 +109,16 @@ class _FrozenWeights:
             chat = chat_template(rollout, path)
         return ModelForm(chat, end_tokens(path), vocab_size(path), tokenizer_path)
 
-    def steps(self) -> list[int]:
-        """0 for the start of the run, and the steps of all sealed checkpoints with the policy."""
-        return sorted({0, *self._checkpoints()})
+    def steps(self) -> SavedSteps:
+        """0 for the start of the run, and the steps of all checkpoints with the policy."""
+        unsealed = []
+        if self._context.run_dir is not None:
+            for folder in (self._context.run_dir / "checkpoints").glob("step-*.tmp"):
+                order = order_of(folder.stem)
+                if order is not None:
+                    unsealed.append(order[0])
+        # the sealed ones last: one that is sealed meanwhile is found in one of the two
+        return SavedSteps(sorted({0, *self._checkpoints()}), unsealed)
 
     def load(self, name: str) -> LoadedWeights:
         """Build a generator with the weights of a name. CheckpointError if they are gone."""
