@@ -57,7 +57,7 @@ class FrozenModel(EpisodeModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel(EpisodeModel):
+class ServerModel(EpisodeModel):
     """A model behind an OpenAI-compatible server outside of the run."""
 
     url: str
@@ -103,7 +103,7 @@ def check_models(key: str, setting: Mapping[str, Any], *, here: bool) -> None:
             raise ConfigError(f"{key}.{name}.path: {got}; {do}")
 
 
-def server_key(where: str, model: ServedModel) -> str | None:
+def server_key(where: str, model: ServerModel) -> str | None:
     """Return the key of a server, from the environment; None: it needs none.
 
     where: the entry, for the error. ConfigError if the variable is not set.
@@ -129,8 +129,8 @@ def _model(key: str, name: str, entry: object) -> EpisodeModel:
         raise ConfigError.of(key, f"the name {name!r}", "a name that is not the policy's", do)
     if not name.strip() or "/" in name:
         raise ConfigError.of(key, f"the name {name!r}", "letters, digits, - and _", "rename it")
-    kind = ServedModel if "url" in entry else FrozenModel
-    if kind is ServedModel and name in (REFERENCE, AT_STEP):
+    kind = ServerModel if "url" in entry else FrozenModel
+    if kind is ServerModel and name in (REFERENCE, AT_STEP):
         do = "choose another name for the server"
         raise ConfigError.of(key, f"a url for {name!r}", "weights of the run", do)
     known = {each.name: each for each in fields(kind) if each.name != "name"}
@@ -141,9 +141,9 @@ def _model(key: str, name: str, entry: object) -> EpisodeModel:
     values: dict[str, Any] = {}
     for option, value in entry.items():
         values[str(option)] = _value(f"{key}.{option}", known[option], value)
-    if kind is ServedModel:
+    if kind is ServerModel:
         _check_url(f"{key}.url", values["url"])
-        return ServedModel(name=name, **values)
+        return ServerModel(name=name, **values)
     model = FrozenModel(name=name, **values)
     if model.path is None and name not in (REFERENCE, AT_STEP):
         do = "write path: FOLDER or url: http://host/v1"

@@ -13,6 +13,8 @@ the fields and the limits.
 | result | the compute lane | what an episode ends with |
 | endpoint | a thread with an event loop | finds the episode of a request, has it answered |
 | generation | the same | one reply from its request to its answer; streams it |
+| named_model | the same | which model a request names, and its sampling settings |
+| server_call | the same | replies of models on servers outside of the run |
 | http | the same | HTTP over one connection, by h11: bodies, streams, limits on time |
 | connections | the same | which connections are open, their owners, and which must be closed |
 | ask | the same | the one internal form of requests and replies; what is refused |
@@ -27,6 +29,8 @@ the fields and the limits.
 | message_form | the same | the form of messages that a chat template takes; marks of thoughts |
 | reply | the same | sampled tokens -> message: thought, text and tool calls |
 | recorder | the same | one episode's segments: ids, mask and log-probabilities |
+| frozen | the compute lane | models with frozen weights: the reference, an earlier policy |
+| model_set | all of them | what each model besides the policy needs |
 | credit | the compute lane | rewards and weights of an episode's segments |
 | parts | all of them | scores of parts of an episode, as an environment returns them |
 | pool | the compute lane | worker processes: assignment of episodes, time limits, blame |
@@ -36,6 +40,7 @@ A turn's seed comes from (run.seed, "episode", step, row, generation, turn): wit
 environment an episode does not depend on the ranks or on the order in which requests arrive.
 
 The ranks of a generation replica step their engines together: before each step the first rank
-broadcasts which requests are new and which are aborted. This package does not know batches or the
-trainer.
+broadcasts which requests are new and which are aborted. Models with frozen weights belong to the
+first rank alone, because nothing of their replies is trained. This package does not know batches or
+the trainer.
 """

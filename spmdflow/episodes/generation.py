@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from spmdflow.config.episode_models import POLICY, EpisodeModel, ServedModel
+from spmdflow.config.episode_models import POLICY, EpisodeModel, ServerModel
 from spmdflow.data.row_id import seed_of
 from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
@@ -244,7 +244,7 @@ class ReplyGenerator:
     def count_tokens(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> int:
         """Number of tokens of a request's prompt. Refusal if the model runs on a server."""
         asked = self.read(dialect, body, episode)
-        if isinstance(asked.model, ServedModel):
+        if isinstance(asked.model, ServerModel):
             raise Refusal(
                 f"count_tokens: got the model {asked.model.name!r}, expected one whose tokenizer "
                 f"the run has; ask its server"
@@ -278,7 +278,7 @@ class ReplyGenerator:
         use.requests += 1
         try:
             await self.models.wait_until_sealed(model)
-            if isinstance(model, ServedModel):
+            if isinstance(model, ServerModel):
                 use.tokens += await self._call(episode, model, asked, dialect, http)
             else:
                 use.tokens += await self._generate(episode, asked, dialect, http)
@@ -344,7 +344,7 @@ class ReplyGenerator:
     async def _call(
         self,
         episode: RunningEpisode,
-        model: ServedModel,
+        model: ServerModel,
         asked: NamedRequest,
         dialect: ApiDialect,
         http: HttpConnection,

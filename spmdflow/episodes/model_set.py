@@ -60,7 +60,7 @@ class ModelSet:
         model = self.models.get(AT_STEP)
         return model.loaded if isinstance(model, FrozenModel) else 1
 
-    def named(self) -> NamedModels:
+    def named_models(self) -> NamedModels:
         """What finds the model of a request."""
         return NamedModels(self.models, self.steps)
 

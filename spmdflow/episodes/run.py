@@ -75,7 +75,7 @@ class EpisodeRunner:
                 tokenizer, "response_schema", None
             )
             guided = GuidedReplies(requests.is_guided, cfg.tool_parser, bool(own_form))
-            named = NamedModels() if models is None else models.named()
+            named = NamedModels() if models is None else models.named_models()
             endpoint = Endpoint(
                 guided=guided, models=named, server_keys=None if models is None else models.keys
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from spmdflow.config.episode_models import ServedModel
+from spmdflow.config.episode_models import ServerModel
 from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
 from spmdflow.episodes.named_model import OwnSampling
 
@@ -54,7 +54,7 @@ class ServerCalls:
 
     async def reply(
         self,
-        model: ServedModel,
+        model: ServerModel,
         ask: Ask,
         sampling: OwnSampling,
         *,
@@ -88,7 +88,7 @@ class ServerCalls:
             await self._client.aclose()
             self._client = None
 
-    async def _post(self, model: ServedModel, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, model: ServerModel, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON object of an answer with status 200; _Failure after the last attempt."""
         pause = _FIRST_PAUSE_SECONDS
         for attempt in range(model.attempts):
@@ -101,7 +101,7 @@ class ServerCalls:
                 pause = min(2 * pause, _MOST_PAUSE_SECONDS)
         raise AssertionError("attempts is at least 1")
 
-    async def _try(self, model: ServedModel, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _try(self, model: ServerModel, route: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(limits=limits, timeout=None, follow_redirects=False)
@@ -132,13 +132,13 @@ class ServerCalls:
             raise _malformed(url, text)
         return fields
 
-    def _without_key(self, model: ServedModel, text: str) -> str:
+    def _without_key(self, model: ServerModel, text: str) -> str:
         """A text from outside, without the key, which some servers repeat."""
         key = self._keys.get(model.name)
         return text if key is None else text.replace(key, "***")
 
 
-def _refuse_tokens(model: ServedModel, ask: Ask) -> None:
+def _refuse_tokens(model: ServerModel, ask: Ask) -> None:
     fields = []
     if ask.log_probs or ask.top_log_probs:
         fields.append("logprobs")
@@ -154,7 +154,7 @@ def _refuse_tokens(model: ServedModel, ask: Ask) -> None:
 
 
 def _body_of(
-    model: ServedModel, ask: Ask, sampling: OwnSampling, max_new_tokens: int
+    model: ServerModel, ask: Ask, sampling: OwnSampling, max_new_tokens: int
 ) -> dict[str, Any]:
     """The request as chat completions or completions."""
     body: dict[str, Any] = {"model": model.model or model.name}
@@ -188,7 +188,7 @@ def _outgoing(message: Message) -> Message:
     return {name: message[name] for name in _MESSAGE_FIELDS if name in message}
 
 
-def _failure_of_status(model: ServedModel, url: str, answer: httpx.Response, text: str) -> _Failure:
+def _failure_of_status(model: ServerModel, url: str, answer: httpx.Response, text: str) -> _Failure:
     """What a status other than 200 means. text: the beginning of the answer."""
     status = answer.status_code
     got = f"status {status} from {url} ({' '.join(text.split())[:_TEXT_LETTERS]})"
@@ -213,12 +213,12 @@ def _malformed(url: str, text: str) -> _Failure:
     return _Failure(got, may_retry=False, do="correct the url of this model; it ends in /v1")
 
 
-def _refusal(model: ServedModel, failure: _Failure) -> Refusal:
+def _refusal(model: ServerModel, failure: _Failure) -> Refusal:
     text = f"model {model.name}: got {failure}, expected a reply; {failure.do}"
     return Refusal(text, status=failure.status, code="model_failed", may_retry=failure.may_retry)
 
 
-def _read_reply(model: ServedModel, ask: Ask, answer: Mapping[str, Any], name: str) -> Reply:
+def _read_reply(model: ServerModel, ask: Ask, answer: Mapping[str, Any], name: str) -> Reply:
     """The reply in an answer. Refusal (502) if it has none."""
     try:
         choice = answer["choices"][0]

@@ -21,7 +21,7 @@ from spmdflow.checkpoint.state import StateFiles
 from spmdflow.config.episode_models import (
     STEP_PREFIX,
     FrozenModel,
-    ServedModel,
+    ServerModel,
     episode_models,
     server_key,
 )
@@ -70,7 +70,7 @@ def model_set(
         return None
     keys = {}
     for name, model in models.items():
-        if is_first and isinstance(model, ServedModel):
+        if is_first and isinstance(model, ServerModel):
             key = server_key(f"{KEY}.{name}", model)
             if key is not None:
                 keys[name] = key

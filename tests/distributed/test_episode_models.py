@@ -25,9 +25,9 @@ def out(tmp_path_factory: pytest.TempPathFactory, spawn_ranks: Any) -> Path:
     return folder
 
 
-def replies_of(out: Path, case: str) -> list[dict[str, Any]]:
-    lines = []
-    for file in sorted((out / f"{case}-replies").iterdir()):
+def replies_of(out: Path, case: str, prefix: str = "") -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for file in sorted((out / f"{case}-replies").glob(f"{prefix}[0-9]*.jsonl")):
         lines += map(json.loads, file.read_text().splitlines())
     return lines
 
@@ -44,6 +44,9 @@ def test_reply_is_that_of_the_named_weights_after_the_policy_has_been_trained(
     out: Path, asked: str
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder_of(out, asked), dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(program.TASK / "model", dtype=torch.float32)
+    is_start = all(map(torch.equal, model.parameters(), start.parameters()))
+    assert is_start == (asked != "policy@1"), "the policy has learnt something"
     found = [x for x in replies_of(out, "models-2") if x["asked"] == asked and "error" not in x]
     num_greedy = 0
     worst = 0.0
@@ -88,7 +91,7 @@ def test_ranks_change_no_token_of_the_other_models(out: Path) -> None:
         return Counter(lines)
 
     one = tokens("models")
-    assert one == tokens("models-2") and len(one) > 20
+    assert one == tokens("models-2") and len(one) > 10
 
 
 def test_step_without_a_checkpoint_is_refused_with_those_that_exist(out: Path) -> None:
@@ -98,3 +101,34 @@ def test_step_without_a_checkpoint_is_refused_with_those_that_exist(out: Path) -
     for said in refused:
         assert said["code"] == "model_not_found"
         assert f"got '{said['asked']}', expected a step whose checkpoint exists: 0" in said["error"]
+
+
+def test_judge_answers_and_one_that_is_down_fails_its_request_but_no_episode(out: Path) -> None:
+    said = replies_of(out, "models-2", "judge-")
+
+    num_episodes = program.NUM_EPISODES * program.NUM_STEPS
+    assert Counter(each["asked"] for each in said) == {"judge": num_episodes, "down": num_episodes}
+    for each in said:
+        if each["asked"] == "judge":
+            assert (each["text"], each["model"]) == ("5 messages", "judge")
+        else:
+            assert each["code"] == "model_failed"
+            assert "no answer of http://127.0.0.1:9/v1/chat/completions" in each["error"]
+
+
+def test_requests_to_each_model_are_metrics(out: Path) -> None:
+    lines = (out / "models-2" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == program.NUM_STEPS
+    for step, line in enumerate(lines):
+        metrics = json.loads(line)
+        num_episodes = program.NUM_EPISODES
+        for name, requests, failed in (
+            ("judge", num_episodes, 0),
+            ("down", num_episodes, num_episodes),
+            ("reference", 4 * num_episodes, 0),
+            ("policy@step", 12 * num_episodes, (8 - 4 * step) * num_episodes),
+        ):
+            assert metrics[f"episodes/requests_{name}"] == requests
+            assert metrics[f"episodes/failed_requests_{name}"] == failed
+        assert metrics["episodes/tokens_reference"] > 0
+        assert metrics["reward/dropped"] == 0

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "spmdflow/torchrun.py": "sets the number of threads that torchrun would set with six lines",
     "spmdflow/program.py": "reads how many ranks a node has, and whether any version may run",
     "spmdflow/config/load.py": "resolves settings",
+    "spmdflow/config/episode_models.py": "reads the keys of servers that episodes call",
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
     "spmdflow/serving/settings.py": "a generation server is told by variables what it is",
     "spmdflow/serving/start.py": "vLLM is configured by variables",

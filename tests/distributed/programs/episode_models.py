@@ -28,17 +28,22 @@ from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import is_ragged, rows_of
 from spmdflow.models.policy import ActorWorker
 from tests.distributed.programs import models_env
+from tests.unit.episodes.judge_server import Answer, JudgeServer, says
 
 TASK = Path(__file__).parents[3] / "algos" / "guess"
 CASES = {"alone": 1, "models": 1, "models-2": 2}
 """Ranks of each case. Only "alone" calls no other model."""
-NUM_EPISODES = 8
+NUM_EPISODES = 4
 NUM_STEPS = 2
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "token_level_rewards"),
     *("scores", "valid", "num_turns"),
 )
-MODELS = {"reference": {}, "policy@step": {"loaded": 1}}
+MODELS: dict[str, Any] = {
+    "reference": {},
+    "policy@step": {"loaded": 1},
+    "down": {"url": "http://127.0.0.1:9/v1", "attempts": 1},
+}
 
 
 @dataclass
@@ -71,7 +76,7 @@ def main(flow: Any, cfg: Config) -> None:
         cfg.found.append(columns)
 
 
-def config_of(case: str, out: Path) -> Config:
+def config_of(case: str, out: Path, judge_url: str) -> Config:
     calls = case != "alone"
     log = out / f"{case}-replies"
     log.mkdir()
@@ -84,7 +89,7 @@ def config_of(case: str, out: Path) -> Config:
         episode=EpisodeConfig(
             f"{models_env.__file__}:duel(calls={calls}, log='{log}')",
             seconds=600.0,
-            models=MODELS if calls else {},
+            models=MODELS | {"judge": {"url": judge_url}} if calls else {},
         ),
     )
     data = DataConfig(
@@ -106,10 +111,20 @@ def config_of(case: str, out: Path) -> Config:
 
 def run_all(out_dir: str) -> None:
     out = Path(out_dir)
+    with JudgeServer(judge) as server:
+        _run_cases(out, server.url)
+
+
+def judge(body: dict[str, Any]) -> Answer:
+    """Says how many messages it has read."""
+    return says(f"{len(body['messages'])} messages")
+
+
+def _run_cases(out: Path, judge_url: str) -> None:
     for case, num_ranks in CASES.items():
         cfg = None
         if dist.get_rank() == 0:
-            cfg = config_of(case, out)
+            cfg = config_of(case, out, judge_url)
         cases = [cfg]
         dist.broadcast_object_list(cases)
         code = run_flow(sys.modules[__name__], cases[0], ranks=tuple(range(num_ranks)))

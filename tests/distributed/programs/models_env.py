@@ -28,7 +28,21 @@ async def duel(
             messages += [reply, {"role": "user", "content": told}]
             for name in ASKED if calls else ():
                 await _ask(client, name, messages, log, row)
+        if calls:
+            await _ask_judges(client, messages, log)
     return score
+
+
+async def _ask_judges(client: ChatClient, messages: list[dict[str, Any]], log: str) -> None:
+    """Asks the judge that answers, and the one that is down, and writes down what they say."""
+    for name in ("judge", "down"):
+        try:
+            answer = await client.post("chat/completions", {"model": name, "messages": messages})
+            said = {"text": answer["choices"][0]["message"]["content"], "model": answer["model"]}
+        except EndpointError as err:
+            said = {"error": str(err), "code": err.code}
+        with open(Path(log) / f"judge-{os.getpid()}.jsonl", "a") as file:
+            file.write(json.dumps({"asked": name, **said}) + "\n")
 
 
 async def _ask(
