@@ -279,9 +279,9 @@ class ReplyGenerator:
         try:
             await self.models.wait_until_sealed(model)
             if isinstance(model, ServerModel):
-                use.tokens += await self._call(episode, model, asked, dialect, http)
+                await self._call(episode, model, asked, dialect, http)
             else:
-                use.tokens += await self._generate(episode, asked, dialect, http)
+                await self._generate(episode, asked, dialect, http)
         except Refusal:
             use.failed += 1
             raise
@@ -292,8 +292,8 @@ class ReplyGenerator:
         asked: NamedRequest,
         dialect: ApiDialect,
         http: HttpConnection,
-    ) -> int:
-        """Has a generator of this run reply, and writes the answer. Returns the reply's tokens."""
+    ) -> None:
+        """Has a generator of this run reply, and writes the answer."""
         recorder = episode.recorder_of(asked.model)
         ask = self._guided.with_grammar(asked.ask)
         turn = recorder.begin(ask)
@@ -338,8 +338,7 @@ class ReplyGenerator:
         if drawn is None:
             raise ClientLeft
         reply = self._record(recorder, ask, turn, drawn)
-        self._answer(episode, ask, reply, stream, dialect, http)
-        return reply.num_tokens
+        self._answer(episode, asked._replace(ask=ask), reply, stream, dialect, http)
 
     async def _call(
         self,
@@ -348,8 +347,8 @@ class ReplyGenerator:
         asked: NamedRequest,
         dialect: ApiDialect,
         http: HttpConnection,
-    ) -> int:
-        """Has a server outside of the run reply, and writes the answer. Returns its tokens.
+    ) -> None:
+        """Has a server outside of the run reply, and writes the answer.
 
         ClientLeft if the client or the episode has gone meanwhile.
         """
@@ -390,20 +389,22 @@ class ReplyGenerator:
         if call.cancelled():
             raise ClientLeft
         reply = call.result()
-        self._answer(episode, ask, reply, stream, dialect, http)
-        return reply.num_tokens
+        self._answer(episode, asked._replace(ask=ask), reply, stream, dialect, http)
 
     def _answer(
         self,
         episode: RunningEpisode,
-        ask: Ask,
+        asked: NamedRequest,
         reply: Reply,
         stream: EventStream | None,
         dialect: ApiDialect,
         http: HttpConnection,
     ) -> None:
         """Writes the answer, or the end of its stream, and remembers what later requests may refer
-        to."""
+        to. The tokens of a model that is not the policy are counted."""
+        ask = asked.ask
+        if asked.model is not None:
+            episode.use_of(asked.model).tokens += reply.num_tokens
         past = dialect.past_of(ask, reply)
         if past is not None:
             episode.past[past[0]] = past[1]

@@ -39,7 +39,8 @@ class ModelSet:
     """That of the run's settings."""
     load: Callable[[str], LoadedWeights]
     """Loads the weights of a name, which may be policy@STEP."""
-    form_of: Callable[[str], ModelForm]
+    form_of_entry: Callable[[str], ModelForm]
+    """For the name of an entry with weights."""
     steps: Callable[[], SavedSteps]
     """The checkpoints at this moment."""
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +65,10 @@ class ModelSet:
         """What finds the model of a request."""
         return NamedModels(self.models, self.steps)
 
+    def form_of(self, name: str) -> ModelForm:
+        """How the messages and tokens of a model with weights look."""
+        return self.form_of_entry(_entry_of(name))
+
     def limits_of(self, model: EpisodeModel) -> Limits:
         """The limits of one episode with a model. Its first prompt may be as long as a whole
         conversation of the policy, so that it can read one."""
@@ -84,7 +89,7 @@ class ModelSet:
         """How a reply is drawn: by the request, otherwise the model's settings, otherwise the
         run's. A temperature or top_p of 0 takes the likeliest tokens. Log-probabilities are those
         at temperature 1."""
-        model = self.models[AT_STEP if name.startswith(STEP_PREFIX) else name]
+        model = self.models[_entry_of(name)]
         run = self.run_sampling
         temperature = _first(own.temperature, model.temperature, run.temperature)
         top_p = _first(own.top_p, model.top_p, run.top_p)
@@ -98,6 +103,13 @@ class ModelSet:
             policy_temperature=1.0,
             tokenizer_path=self.form_of(name).tokenizer_path,
         )
+
+
+def _entry_of(name: str) -> str:
+    """The name of the entry of `models` that a model's name means."""
+    if name.startswith(STEP_PREFIX):
+        return AT_STEP
+    return name
 
 
 def _first(*values: float | None) -> float:

@@ -257,6 +257,7 @@ class EpisodeRunner:
         )
         for name in models.fixed:
             frozen.open(name)
+            models.form_of(name)  # read now, not in the endpoint's thread
         return frozen
 
     def _others(self, models: ModelSet, number: int) -> OtherModels:

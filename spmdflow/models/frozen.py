@@ -80,7 +80,7 @@ def model_set(
         policy_limits=limits,
         run_sampling=Sampling.from_config(cfg.rollout),
         load=weights.load,
-        form_of=lru_cache(maxsize=None)(weights.form_of),
+        form_of_entry=lru_cache(maxsize=None)(weights.form_of),
         steps=weights.steps,
         keys=keys,
     )

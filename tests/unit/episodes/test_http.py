@@ -186,5 +186,5 @@ def test_client_that_does_not_read_its_stream_is_given_up(
 
         item = endpoint.inbox.get(timeout=WAIT_SECONDS)
 
-    assert item == (draw.number, draw.name, draw.turn)  # it is abandoned
+    assert item == draw.identity  # it is abandoned
     assert agent.recorder.segments == []
