@@ -164,7 +164,7 @@ class _FrozenWeights:
             if not (found / FOLDER / PEFT_CONFIG).is_file():
                 return self._of_folder(str(found / FOLDER), name)
             merged = MergedState(StateFiles(found), Path(self._cfg.model.path))
-            with tempfile.TemporaryDirectory(dir=self._context.run_dir) as folder:
+            with tempfile.TemporaryDirectory(prefix="frozen-", dir=self._context.run_dir) as folder:
                 export = ModelExport(merged.plain)
                 export.write(merged, Path(folder) / FOLDER, files_from=Path(self._cfg.model.path))
                 return self._of_folder(str(Path(folder) / FOLDER), name)
