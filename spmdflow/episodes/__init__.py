@@ -1,10 +1,10 @@
 """Episodes: an agent program talks to an endpoint of the rank, which records every token.
 
 An environment is `async def episode(row, *, base_url, model, api_key) -> float | dict | None`. It
-speaks OpenAI's protocol to `http://127.0.0.1:PORT/episodes/ID/v1`, and returns the score. Sampled
-tokens are stored as token ids and log-probabilities; they are never encoded again from text. A
-request that extends the recorded conversation continues the recorded ids. docs/EPISODES.md lists
-the fields and the limits.
+speaks OpenAI's protocol to `http://127.0.0.1:PORT/episodes/ID/v1`, or to another address, and
+returns the score. Sampled tokens are stored as token ids and log-probabilities; they are never
+encoded again from text. A request that extends the recorded conversation continues the recorded
+ids. docs/EPISODES.md lists the fields and the limits.
 
 | file | thread or process | does |
 |---|---|---|
@@ -15,7 +15,8 @@ the fields and the limits.
 | generation | the same | one reply from its request to its answer; streams it |
 | named_model | the same | which model a request names, and its sampling settings |
 | server_call | the same | replies of models on servers outside of the run |
-| http | the same | HTTP over one connection, by h11: bodies, streams, limits on time |
+| address | the compute lane | the port, URL and certificate of an endpoint |
+| http | the endpoint's thread | HTTP over one connection, by h11: TLS, bodies, streams, limits |
 | connections | the same | which connections are open, their owners, and which must be closed |
 | ask | the same | the one internal form of requests and replies; what is refused |
 | dialect | the same | what a dialect is; events of a stream |

@@ -1,7 +1,8 @@
 """The worker process of environments: runs many episodes in one event loop.
 
-Messages are lines of JSON. In: {"functions": [[name, arguments]]}, then {"run": number, "seconds":
-limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...} or {"cancel": number}. Out:
+Messages are lines of JSON. In: {"functions": [[name, arguments]], "certificate": path or null},
+then {"run": number, "seconds": limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...}
+or {"cancel": number}. Out:
 {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
 {"ended": number} with "scores" and "parts" (parts.py), with "failed", or neither if the environment
 returned None, and {"forked": number} from a child process that an environment forked and that kept
@@ -20,6 +21,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from spmdflow.envs.client import CERTIFICATE_VARIABLE
 from spmdflow.episodes.parts import parts_of
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
@@ -113,7 +115,10 @@ async def _serve(channel: Any, forks: _Forks) -> None:
         forks.leave_if_forked()
         writer.write(encode(message).encode() + b"\n")
 
-    ((name, arguments),) = decode((await reader.readline()).decode())["functions"]
+    request = decode((await reader.readline()).decode())
+    ((name, arguments),) = request["functions"]
+    if request["certificate"] is not None:
+        os.environ[CERTIFICATE_VARIABLE] = request["certificate"]
     function = load_or_report(load_environment, name, arguments, tell)
     if function is None:
         await writer.drain()

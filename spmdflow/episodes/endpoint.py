@@ -1,9 +1,10 @@
-"""The endpoint of a rank: HTTP on loopback, in a thread with its own event loop.
+"""The endpoint of a rank: HTTP or HTTPS, in a thread with its own event loop.
 
     http://127.0.0.1:PORT/episodes/ID/v1/chat/completions   also /responses, /messages, ...
 
-The system chooses the port. An episode's id is random and valid until the episode ends. Its key is
-a second random value; if a request has a key, it must be that of the episode. Limits: size of a
+`address` says where it listens. An episode's id is random and valid until the episode ends. Its key
+is a second random value; if a request has a key, it must be that of the episode. Where clients of
+other machines can connect, every request needs it. Limits: size of a
 request; connections and refused requests of one episode; number and time of connections that have
 not named an episode; time of slow clients. An unexpected error is logged, answered with status 500,
 and fails the episode whose request caused it.
@@ -20,6 +21,7 @@ import logging
 import queue
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -27,6 +29,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from spmdflow.config.endpoint import EndpointConfig
+from spmdflow.episodes.address import EndpointAddress, open_address
 from spmdflow.episodes.ask import Refusal
 from spmdflow.episodes.connections import (
     ClientConnection,
@@ -126,13 +130,15 @@ class Endpoint:
     def __init__(
         self,
         *,
+        address: EndpointAddress | None = None,
         limits: ConnectionLimits | None = None,
         guided: GuidedReplies | None = None,
         models: NamedModels | None = None,
         server_keys: Mapping[str, str] | None = None,
     ) -> None:
-        """Opens the port and starts the thread.
+        """Listens and starts the thread.
 
+        address: None: loopback, at a port that the system chooses. It is closed with the endpoint.
         limits: of connections; None: the defaults. guided: what replies can be made to conform to;
         None: calls in the form <tool_call>. models: those besides the policy. server_keys: model ->
         key of its server.
@@ -155,15 +161,19 @@ class Endpoint:
         )
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
+        self._tls_warning = RareWarning()
+        self._address = address or open_address(EndpointConfig())
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(self._listen())
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        self.port: int = self._address.port
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
 
     async def _listen(self) -> asyncio.Server:
         return await self._loop.create_server(
-            lambda: HttpConnection(self._serve), "127.0.0.1", 0, backlog=_BACKLOG
+            lambda: HttpConnection(self._serve, tls=self._address.tls),
+            sock=self._address.listener,
+            backlog=_BACKLOG,
         )
 
     def open(
@@ -178,7 +188,7 @@ class Endpoint:
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = RunningEpisode(number, name, recorder, others)
         self._owners[episode.key] = episode
-        url = f"http://127.0.0.1:{self.port}/episodes/{name}/v1"
+        url = f"{self._address.url}/episodes/{name}/v1"
         return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
 
     def forget(self, name: str) -> dict[str, ModelUse]:
@@ -206,6 +216,7 @@ class Endpoint:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._address.close()
         self.wake.close()
         self._waker.close()
 
@@ -237,17 +248,24 @@ class Endpoint:
         """Serves the requests of one connection, one after another, until it is closed.
 
         Returns without an error if the client disconnects, misses its deadline or does not speak
-        HTTP. Warns, at most once a minute, if this connection displaced another one.
+        HTTP or TLS. Warns, at most once a minute, if this connection displaced another one, or if
+        its TLS failed.
         """
         now = self._loop.time()
         connection, displaces = self._connections.admit(http.abort, now, http.address)
         if displaces:
             self._stranger_warning.warn("too many idle connections; the oldest was closed")
         try:
+            await http.start_tls(now + self._limits.stranger_seconds)
             while await self._exchange(connection, http):
                 self._connections.rest(connection)
         except ClientLeft:
             pass  # it has disconnected, or was too slow
+        except ssl.SSLError as err:
+            self._tls_warning.warn(
+                f"a client could not begin TLS ({err.reason or err}); if it is one of an "
+                f"environment, give it an https URL and the certificate to trust"
+            )
         finally:
             self._connections.drop(connection)
             http.close()
@@ -293,12 +311,13 @@ class Endpoint:
         """Returns the running episode with the id `name`, unless the key is wrong.
 
         Refusal (404) if there is no such episode, or (401) if the key is unknown or another
-        episode's. A request without a key is accepted. A refusal counts against the episode that
-        owns the key, and is logged.
+        episode's. A request without a key is accepted, unless clients of other machines can
+        connect. A refusal counts against the episode that owns the key, and is logged.
         """
         episode = self._episodes.get(name)
         owner = self._owners.get(key)
-        if episode is None or (key and owner is not episode):
+        is_open = not key and not self._address.needs_key
+        if episode is None or not (is_open or owner is episode):
             if owner:
                 who = f"row {owner.number} of this rank"
             else:
@@ -307,7 +326,10 @@ class Endpoint:
             if owner is not None:
                 self._count_refusal(owner, Refusal("another's episode"))
             status = 404 if episode is None else 401
-            raise Refusal("got no running episode of this client", status=status, code="not_found")
+            text = "got no running episode of this client"
+            if episode is not None and not key:
+                text = "the request has no key; send the episode's api_key as Authorization: Bearer"
+            raise Refusal(text, status=status, code="not_found")
         return episode
 
     def _claim(self, connection: ClientConnection, episode: RunningEpisode) -> None:

@@ -48,14 +48,15 @@ class _Process(WorkerProcess):
 
     child = "spmdflow.episodes.child"
 
-    def __init__(self, term: RewardTerm) -> None:
+    def __init__(self, term: RewardTerm, certificate_path: str | None) -> None:
         """Starts the process and sends it the name of the environment."""
         super().__init__()
         self.running: dict[int, float] = {}
         """Episode -> its deadline, including the grace period."""
         self.deadline = time.monotonic() + _START_SECONDS
         """Deadline of its start."""
-        self.send({"functions": [[term.function, dict(term.arguments)]]})
+        functions = [[term.function, dict(term.arguments)]]
+        self.send({"functions": functions, "certificate": certificate_path})
 
     def accepts(self, message: dict[str, Any]) -> bool:
         """Returns whether the process may send this message now; otherwise it is to blame.
@@ -97,8 +98,12 @@ class _Call:
 class EnvironmentPool:
     """Runs the configured environment for many rows at once."""
 
-    def __init__(self, cfg: EpisodeConfig) -> None:
-        """Starts the worker processes."""
+    def __init__(self, cfg: EpisodeConfig, *, certificate_path: str | None = None) -> None:
+        """Starts the worker processes.
+
+        certificate_path: of the endpoint, if clients do not trust it without being told.
+        """
+        self._certificate_path = certificate_path
         self._term = environment_of(cfg.environment)
         self._num_processes = cfg.num_processes
         self._concurrency = cfg.concurrency
@@ -195,7 +200,7 @@ class EnvironmentPool:
 
     def _start_missing(self) -> None:
         while len(self._processes) < self._num_processes:
-            self._processes.append(_Process(self._term))
+            self._processes.append(_Process(self._term, self._certificate_path))
 
     def _kill(self, processes: list[_Process]) -> None:
         for process in processes:

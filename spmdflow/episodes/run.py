@@ -19,6 +19,7 @@ from spmdflow.config.episode import EpisodeConfig
 from spmdflow.config.episode_models import EpisodeModel
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.episodes.address import open_address
 from spmdflow.episodes.credit import CreditRule
 from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.frozen import FrozenModels
@@ -53,10 +54,14 @@ class EpisodeRunner:
         end_tokens: tuple[int, ...],
         replica: Replica,
         models: ModelSet | None = None,
+        rank_on_node: int = 0,
     ) -> None:
         """On the first rank, opens the endpoint, loads the models with frozen weights that are
-        always there, and starts the worker processes in the background. models: those besides the
-        policy; None: there are none."""
+        always there, and starts the worker processes in the background.
+
+        models: those besides the policy; None: there are none. rank_on_node: number of this rank
+        among those of its node, for the port of the endpoint.
+        """
         tokenizer = chat.tokenizer
         self._chat = chat
         self._limits = limits
@@ -70,14 +75,18 @@ class EpisodeRunner:
         """Sampling and seed(turn) of each episode that has started and is not finished."""
         self._leader: ReplicaLeader | None = None
         if replica.replica_rank == 0:
-            pool = EnvironmentPool(cfg)
+            address = open_address(cfg.endpoint, rank_on_node)
+            pool = EnvironmentPool(cfg, certificate_path=address.certificate_path)
             own_form = getattr(tokenizer, "response_template", None) or getattr(
                 tokenizer, "response_schema", None
             )
             guided = GuidedReplies(requests.is_guided, cfg.tool_parser, bool(own_form))
             named = NamedModels() if models is None else models.named_models()
             endpoint = Endpoint(
-                guided=guided, models=named, server_keys=None if models is None else models.keys
+                address=address,
+                guided=guided,
+                models=named,
+                server_keys=None if models is None else models.keys,
             )
             rule = CreditRule(cfg.credit, cfg.credit_discount) if cfg.segments == "all" else None
             self._leader = ReplicaLeader(

@@ -216,6 +216,7 @@ class EpisodeWorker(Worker):
             end_tokens=end_tokens(self.cfg.model.path),
             replica=replica,
             models=model_set(self.cfg, self.context, limits, chat, is_first=is_first),
+            rank_on_node=self.context.rank_on_node,
         )
 
     def fresh_generator(self) -> Generator:

@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/config/episode_models.py": "reads the keys of servers that episodes call",
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
+    "spmdflow/episodes/child.py": "tells environments the endpoint's certificate",
+    "spmdflow/envs/client.py": "finds the endpoint's certificate",
     "spmdflow/serving/settings.py": "a generation server is told by variables what it is",
     "spmdflow/serving/start.py": "vLLM is configured by variables",
     "spmdflow/serving/supervisor.py": "starts servers without the run's secret, on its devices",
