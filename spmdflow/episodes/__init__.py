@@ -36,6 +36,9 @@ ids. docs/EPISODES.md lists the fields and the limits.
 | parts | all of them | scores of parts of an episode, as an environment returns them |
 | pool | the compute lane | worker processes: assignment of episodes, time limits, blame |
 | child | a worker process | runs the coroutines of the environment; imports no torch |
+| isolated | the same, with isolation=process | a process for each episode, with limits |
+| episode_process | such a process and its parent | one episode: its limits, its messages, its run |
+| process_memory | the parent | memory of processes and what they started |
 
 A turn's seed comes from (run.seed, "episode", step, row, generation, turn): with a deterministic
 environment an episode does not depend on the ranks or on the order in which requests arrive.

@@ -53,14 +53,14 @@ def main(socket_fd: int, stack_fd: int) -> None:
     request. A child that an environment forks exits when it would enter the event loop.
     """
     channel = open_channel(socket_fd, stack_fd)
-    forks = _Forks(channel.fileno())
+    forks = Forks(channel.fileno())
     with asyncio.Runner(
-        loop_factory=lambda: asyncio.SelectorEventLoop(_UnsharedSelector(forks))
+        loop_factory=lambda: asyncio.SelectorEventLoop(UnsharedSelector(forks))
     ) as runner:
         runner.run(_serve(channel, forks))
 
 
-class _Forks:
+class Forks:
     """Ends a child process that an environment forked once it enters the event loop.
 
     It would share the event loop's descriptors, and end every episode a second time.
@@ -89,10 +89,10 @@ class _Forks:
         os._exit(1)
 
 
-class _UnsharedSelector(selectors.DefaultSelector):
+class UnsharedSelector(selectors.DefaultSelector):
     """A selector that waits only in the process that created it, not in forked children."""
 
-    def __init__(self, forks: _Forks) -> None:
+    def __init__(self, forks: Forks) -> None:
         super().__init__()
         self._forks = forks
 
@@ -102,7 +102,7 @@ class _UnsharedSelector(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-async def _serve(channel: Any, forks: _Forks) -> None:
+async def _serve(channel: Any, forks: Forks) -> None:
     """Reads messages from the pool and runs an episode for each call, until the socket is closed.
 
     First loads the environment and sends {"ready": ...}; if that fails, sends the cause and
@@ -132,7 +132,7 @@ async def _serve(channel: Any, forks: _Forks) -> None:
                 task.cancel()
             continue
         number = call.pop("run")
-        running[number] = asyncio.create_task(_run(function, number, call, tell))
+        running[number] = asyncio.create_task(run_episode(function, number, call, tell))
         running[number].add_done_callback(partial(_drop_task, running, number))
 
 
@@ -140,7 +140,7 @@ def _drop_task(running: dict[int, asyncio.Task[None]], number: int, _: object) -
     running.pop(number)
 
 
-async def _run(
+async def run_episode(
     function: Environment, number: int, call: dict[str, Any], tell: Callable[..., None]
 ) -> None:
     """Runs one episode, and sends {"ended": number} with its scores or the cause of its failure.

@@ -25,8 +25,6 @@ from spmdflow.rewards.process import WorkerProcess, are_scores, are_texts, wrote
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 2.0
-"""Time after an episode's limit, which its process enforces, until the process is killed."""
 _START_SECONDS = 120.0
 _ROW_LETTERS = 200
 
@@ -47,16 +45,27 @@ class _Process(WorkerProcess):
     """A worker process and the episodes that run in it."""
 
     child = "spmdflow.episodes.child"
+    grace_seconds = 2.0
+    """Time after an episode's limit, which the process enforces, until the process is killed."""
 
-    def __init__(self, term: RewardTerm, certificate_path: str | None) -> None:
-        """Starts the process and sends it the name of the environment."""
+    def __init__(
+        self,
+        term: RewardTerm,
+        *,
+        certificate_path: str | None,
+        limits: Mapping[str, int | None],
+    ) -> None:
+        """Starts the process and sends it the name of the environment.
+
+        limits: of the memory and output of one episode, for processes that have them.
+        """
         super().__init__()
         self.running: dict[int, float] = {}
         """Episode -> its deadline, including the grace period."""
         self.deadline = time.monotonic() + _START_SECONDS
         """Deadline of its start."""
         functions = [[term.function, dict(term.arguments)]]
-        self.send({"functions": functions, "certificate": certificate_path})
+        self.send({"functions": functions, "certificate": certificate_path, "limits": dict(limits)})
 
     def accepts(self, message: dict[str, Any]) -> bool:
         """Returns whether the process may send this message now; otherwise it is to blame.
@@ -85,6 +94,14 @@ class _Process(WorkerProcess):
         return min(limits, default=float("inf")) - time.monotonic()
 
 
+class _TemplateProcess(_Process):
+    """A worker process that starts a process for each of its episodes (`isolated`)."""
+
+    child = "spmdflow.episodes.isolated"
+    grace_seconds = 15.0
+    """It has to kill the episode's processes, and may have many to kill."""
+
+
 @dataclass
 class _Call:
     """An episode that is waiting or running."""
@@ -105,6 +122,8 @@ class EnvironmentPool:
         """
         self._certificate_path = certificate_path
         self._term = environment_of(cfg.environment)
+        self._kind = _TemplateProcess if cfg.isolation == "process" else _Process
+        self._limits = {"memory_mb": cfg.memory_mb, "max_output_bytes": cfg.max_output_bytes}
         self._num_processes = cfg.num_processes
         self._concurrency = cfg.concurrency
         self._seconds = cfg.seconds
@@ -142,7 +161,7 @@ class EnvironmentPool:
                 ):
                     break
                 self._waiting.popleft()
-                process.running[number] = time.monotonic() + self._seconds + _GRACE_SECONDS
+                process.running[number] = time.monotonic() + self._seconds + process.grace_seconds
                 call = {"run": number, "seconds": self._seconds, "row": self._calls[number].row}
                 process.send(call | enter(number))
 
@@ -200,7 +219,10 @@ class EnvironmentPool:
 
     def _start_missing(self) -> None:
         while len(self._processes) < self._num_processes:
-            self._processes.append(_Process(self._term, self._certificate_path))
+            process = self._kind(
+                self._term, certificate_path=self._certificate_path, limits=self._limits
+            )
+            self._processes.append(process)
 
     def _kill(self, processes: list[_Process]) -> None:
         for process in processes:

@@ -157,11 +157,21 @@ def test_rows_decoded_together_give_the_same_tokens(alone: list[Episode]) -> Non
         assert together.log_probs == pytest.approx(own.log_probs, abs=1e-5)
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no program openssl")
 def test_environments_that_call_over_tls_get_the_same_bits(alone: list[Episode]) -> None:
     secure = EndpointConfig(address="0.0.0.0", public_url="https://localhost:{port}")
     secure.certificate = "self-signed"
     runner = new_runner("scripted", new_generator(max_batch_size=1), endpoint=secure)
+    found = runner.run(ROWS, SAMPLING, seed_of_turn)
+    runner.close()
+
+    assert facts(found) == facts(alone)
+
+
+@pytest.mark.drill
+def test_processes_of_their_own_give_the_same_bits(alone: list[Episode]) -> None:
+    runner = new_runner("scripted", new_generator(max_batch_size=1), isolation="process")
     found = runner.run(ROWS, SAMPLING, seed_of_turn)
     runner.close()
 
