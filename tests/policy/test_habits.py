@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
     "spmdflow/episodes/child.py": "tells environments the endpoint's certificate",
     "spmdflow/episodes/isolated.py": "tells environments the endpoint's certificate",
+    "spmdflow/envs/verifiers.py": "verifiers reads keys from variables",
     "spmdflow/envs/client.py": "finds the endpoint's certificate",
     "spmdflow/serving/settings.py": "a generation server is told by variables what it is",
     "spmdflow/serving/start.py": "vLLM is configured by variables",

@@ -49,17 +49,23 @@ async def episode(row: dict[str, Any], **_: str) -> Any:
             await asyncio.sleep(0)
         await asyncio.sleep(999)
     if does == "leaves children":
-        started = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(999)"], start_new_session=True
-        )
+        facts["child"] = float(start_child())
         if os.fork() == 0:
             time.sleep(999)
-        facts["child"] = float(started.pid)
     if does == "waits":
-        child = subprocess.Popen(["sleep", "999"], start_new_session=True)
-        whole = Path(row["path"])
-        part = whole.with_suffix(".part")
-        part.write_text(f"{os.getpid()} {child.pid}")
-        part.rename(whole)
+        write_pids(Path(row["path"]), start_child())
         await asyncio.sleep(999)
     return facts
+
+
+def start_child() -> int:
+    """Starts a program in a session of its own; its pid."""
+    code = "import time; time.sleep(999)"
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid
+
+
+def write_pids(path: Path, child: int) -> None:
+    """Writes this process's pid and the child's; the file is there only when it is complete."""
+    part = path.with_suffix(".part")
+    part.write_text(f"{os.getpid()} {child}")
+    part.rename(path)
