@@ -26,6 +26,7 @@ from tests.unit.envs.scripted_server import call, say, serve_replies
 
 HERE = Path(__file__).parent
 SECONDS = 120
+HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
 CALLER = {"model": "policy", "api_key": "k"}
 
 
@@ -144,14 +145,11 @@ def test_the_policy_plays_tasks_of_verifiers_and_gets_its_rewards(
     assert asked == ["Only digits.", "Double 2."]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed"
-)
+@pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
 def test_interpreter_without_verifiers_is_named_with_its_error() -> None:
     settings = {"taskset": "doubled_numbers", "python": sys.executable, **CALLER}
-    with pytest.raises(
-        RuntimeError, match="ended with status 1: (?s:.*)No module named 'verifiers"
-    ):
+    cause = "ended with status 1: (?s:.*)No module named 'verifiers"
+    with pytest.raises(RuntimeError, match=cause):
         asyncio.run(play_verifiers({"task": {}}, base_url="http://127.0.0.1:9/v1", **settings))
 
 
