@@ -43,7 +43,7 @@ class RunningAhead:
         return ranks
 
     @contextmanager
-    def interrupted(self, call: Call, makers: AbstractSet[int]) -> Iterator[None]:
+    def interrupt_for(self, call: Call, makers: AbstractSet[int]) -> Iterator[None]:
         """Interrupt generation on the ranks of a call, which is sent inside; it goes on behind it.
 
         makers: the ranks that make the call's inputs. Generation ends when they have made them, so

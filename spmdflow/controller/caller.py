@@ -338,7 +338,7 @@ class Caller:
                 result.learn(replies)
 
         self._last_number = max(self._last_number, call.number)
-        with self.ahead.interrupted(call, makers):
+        with self.ahead.interrupt_for(call, makers):
             freed = self._take_freed(call.commands)
             try:
                 pending = self.transport.submit(with_freed(call, freed), on_done)
