@@ -95,6 +95,8 @@ class Ask:
     """Whether tools came as `functions`, so that a call goes back as `function_call`."""
     name: str = ""
     """Of the request's URL: a player or a subagent. Empty: none."""
+    num_choices: int = 1
+    """How many replies are generated to the same prompt."""
 
     @property
     def ends(self) -> tuple[str, ...]:

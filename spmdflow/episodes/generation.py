@@ -1,4 +1,4 @@
-"""One reply from a request to its answer: it is generated, recorded, and written.
+"""The replies to a request, up to its answer: they are generated, recorded, and written.
 
 The generator belongs to another thread. A GenerationRequest goes there, and its functions bring the
 tokens back into the event loop, all at once or, for a stream, as they are drawn.
@@ -17,7 +17,6 @@ from spmdflow.episodes.ask import Ask, Message, Reply
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
-from spmdflow.episodes.ids import reply_name
 from spmdflow.episodes.partial import PartialText
 from spmdflow.episodes.recorder import Recorder, Turn
 from spmdflow.rollout.resumable import VersionedResponse
@@ -70,16 +69,19 @@ class RequestNotAdded(Exception):
 class PendingReply:
     """A reply that is being generated, as the event loop sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: asyncio.Event) -> None:
+        """changed: set when there are new tokens, or the reply is done."""
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
         self.tokens: list[int] = []
         """Those so far, if they are asked for."""
-        self._changed = asyncio.Event()
+        self.is_new = False
+        """Whether the tokens have changed since a reader has set this to False."""
+        self._changed = changed
 
     def done(self, drawn: VersionedResponse | None) -> None:
         """See GenerationRequest.done."""
-        self._loop.call_soon_threadsafe(self._finish, drawn)
+        self._loop.call_soon_threadsafe(self.finish, drawn)
 
     def fail(self, err: Exception) -> None:
         """See GenerationRequest.fail."""
@@ -89,21 +91,8 @@ class PendingReply:
         """See GenerationRequest.progress."""
         self._loop.call_soon_threadsafe(self._show, tokens)
 
-    def leave(self) -> None:
-        """The client has left: the reply is not waited for. Called in the event loop."""
-        self._finish(None)
-
-    async def change(self, seconds: float) -> bool:
-        """Waits until there are new tokens or the reply is done; False after this time."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
-
-    def _finish(self, drawn: VersionedResponse | None) -> None:
+    def finish(self, drawn: VersionedResponse | None) -> None:
+        """Ends the reply, unless it has ended; None: it was aborted. Called in the event loop."""
         if not self.future.done():
             self.future.set_result(drawn)
             self._changed.set()
@@ -111,11 +100,53 @@ class PendingReply:
     def _fail(self, err: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(RequestNotAdded(err))
+            self.future.exception()  # of several choices only one failure is awaited
             self._changed.set()
 
     def _show(self, tokens: list[int]) -> None:
         self.tokens = tokens
+        self.is_new = True
         self._changed.set()
+
+
+class PendingChoices:
+    """The replies to one request that are being generated."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = asyncio.Event()
+        self.replies: list[PendingReply] = []
+        for _ in range(count):
+            self.replies.append(PendingReply(self._changed))
+
+    def have_ended(self) -> bool:
+        """Whether all replies have ended."""
+        return all(reply.future.done() for reply in self.replies)
+
+    def leave(self) -> None:
+        """The client has left: the replies are not waited for. Called in the event loop."""
+        for reply in self.replies:
+            reply.finish(None)
+
+    async def drawn(self) -> list[VersionedResponse]:
+        """Waits for all responses. ClientLeft if one was aborted, RequestNotAdded if one cannot
+        be generated."""
+        result = []
+        for reply in self.replies:
+            response = await reply.future
+            if response is None:
+                raise ClientLeft
+            result.append(response)
+        return result
+
+    async def change(self, seconds: float) -> bool:
+        """Waits until there are new tokens or a reply is done; False after this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
 
 
 class RunningEpisode:
@@ -160,70 +191,58 @@ class ReplyGenerator:
         body: bytes,
         http: HttpConnection,
     ) -> None:
-        """Has a reply generated and recorded, and writes the answer.
+        """Has the replies to a request generated and recorded, and writes the answer.
 
-        A GenerationRequest goes to the inbox, and its reply is awaited. ClientLeft, without
-        recording, if the request was aborted or the client has disconnected meanwhile. Refusal if
-        the request is invalid or does not fit the episode. RequestNotAdded if the generator rejects
-        it.
+        A GenerationRequest for each choice goes to the inbox, and all replies are awaited.
+        ClientLeft, without recording, if the request was aborted or the client has disconnected
+        meanwhile. Refusal if the request is invalid or does not fit the episode. RequestNotAdded if
+        the generator rejects it.
         """
         http.check_client()
         recorder = episode.recorder
         ask = self._guided.with_grammar(self.read(dialect, body, episode))
         if speaker:
             ask = replace(ask, name=speaker)
-        turn = recorder.begin(ask)
-        pending = PendingReply()
-        ids = turn.ids
-        stream = None
+        turns = recorder.begin_choices(ask)
+        names = recorder.name_choices(turns)
+        choices = PendingChoices(ask.num_choices)
+        streams: list[EventStream] = []
         if ask.stream:
-            name = reply_name(recorder.id_seed, turn.number)
-            stream = dialect.stream(ask, name=name, num_prompt_tokens=len(ids))
-        self._post(
-            GenerationRequest(
-                number=episode.number,
-                name=episode.name,
-                ids=ids,
-                turn=turn.number,
-                speaker=turn.name,
-                turn_of_speaker=turn.number_of_name,
-                max_new_tokens=turn.max_new_tokens,
-                done=pending.done,
-                fail=pending.fail,
-                stop=ask.ends,
-                grammar=after_thought(ask.grammar, turn.text),
-                top_log_probs=ask.top_log_probs,
-                progress=None if stream is None else pending.progress,
-            )
-        )
-        http.on_leave = pending.leave
+            num_tokens = len(turns[0].ids)
+            streams = dialect.stream_choices(ask, name=names[0], num_prompt_tokens=num_tokens)
+        for turn, pending in zip(turns, choices.replies, strict=True):
+            self._post(_request_of(episode, ask, turn, pending))
+        http.on_leave = choices.leave
         try:
-            if stream is not None:
-                await self._write_progress(stream, pending, ask, ids, http)
-            drawn = await pending.future
+            if streams:
+                await self._write_progress(streams, choices, ask, turns[0].ids, http)
+            drawn = await choices.drawn()
         finally:
             http.on_leave = None
-            if http.has_left or not pending.future.done():
-                self._post(AbandonedRequest(episode.number, episode.name, turn.number))
+            for turn, pending in zip(turns, choices.replies, strict=True):
+                if http.has_left or not pending.future.done():
+                    self._post(AbandonedRequest(episode.number, episode.name, turn.number))
         http.check_client()
-        if drawn is None:
-            raise ClientLeft
-        reply = self._record(recorder, ask, turn, drawn)
-        past = dialect.past_of(ask, reply)
+        replies = []
+        for name, turn, response in zip(names, turns, drawn, strict=True):
+            replies.append(self._record(recorder, ask, turn, response, name))
+        past = dialect.past_of(ask, replies[0])
         if past is not None:
             episode.past[past[0]] = past[1]
-        if stream is None:
-            http.reply(json.dumps(dialect.answer(ask, reply)).encode())
+        if not streams:
+            http.reply(json.dumps(dialect.answer_choices(ask, replies)).encode())
             return
-        self._begin_stream(stream, http)
-        http.write_part(stream.end(reply))
+        self._begin_stream(streams[0], http)
+        for stream, reply in zip(streams, replies, strict=True):
+            http.write_part(stream.end(reply))
+        http.write_part(streams[0].close(replies))
         http.end_stream()
 
-    def _record(self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse) -> Reply:
-        """Records a response, and returns it as a reply."""
+    def _record(
+        self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse, name: str
+    ) -> Reply:
+        """Records a response, and returns it as a reply with this name."""
         message, response, reason = recorder.finish(ask, turn, drawn)
-        name = reply_name(recorder.id_seed, turn.number)
-        recorder.turn_of_reply[name] = turn.number
         pieces: list[str] = []
         top_pieces: list[tuple[str, ...]] = []
         decode = self._tokenizer.decode
@@ -245,28 +264,34 @@ class ReplyGenerator:
 
     async def _write_progress(
         self,
-        stream: EventStream,
-        pending: PendingReply,
+        streams: list[EventStream],
+        choices: PendingChoices,
         ask: Ask,
         ids: list[int],
         http: HttpConnection,
     ) -> None:
-        """Writes the text of a reply while it is generated; returns when it is complete.
+        """Writes the text of replies while they are generated; returns when all are complete.
 
         A comment is written after 10 s without text. ids: those of the prompt.
         """
         shows_calls = self._guided.style == "qwen_3"
-        visible = PartialText(self._tokenizer, ask, ids, shows_calls=shows_calls)
-        while not pending.future.done():
-            has_news = await pending.change(_SILENCE_SECONDS)
-            if pending.future.done():
+        visible = []
+        for _ in streams:
+            visible.append(PartialText(self._tokenizer, ask, ids, shows_calls=shows_calls))
+        while not choices.have_ended():
+            has_news = await choices.change(_SILENCE_SECONDS)
+            if choices.have_ended():
                 return
-            self._begin_stream(stream, http)
+            self._begin_stream(streams[0], http)
             if not has_news:
                 http.write_part(NO_EVENT)
-            text = visible.of(pending.tokens)
-            if text.startswith(stream.sent):
-                http.write_part(stream.add_text(text[len(stream.sent) :]))
+            for stream, pending, text_of in zip(streams, choices.replies, visible, strict=True):
+                if not pending.is_new:
+                    continue
+                pending.is_new = False
+                text = text_of.of(pending.tokens)
+                if text.startswith(stream.sent):
+                    http.write_part(stream.add_text(text[len(stream.sent) :]))
             await http.drain()
 
     def _begin_stream(self, stream: EventStream, http: HttpConnection) -> None:
@@ -274,3 +299,24 @@ class ReplyGenerator:
         if http.may_reply:
             http.begin_stream("text/event-stream")
             http.write_part(stream.begin())
+
+
+def _request_of(
+    episode: RunningEpisode, ask: Ask, turn: Turn, pending: PendingReply
+) -> GenerationRequest:
+    """The request for the reply of a turn."""
+    return GenerationRequest(
+        number=episode.number,
+        name=episode.name,
+        ids=turn.ids,
+        turn=turn.number,
+        speaker=turn.name,
+        turn_of_speaker=turn.number_of_name,
+        max_new_tokens=turn.max_new_tokens,
+        done=pending.done,
+        fail=pending.fail,
+        stop=ask.ends,
+        grammar=after_thought(ask.grammar, turn.text),
+        top_log_probs=ask.top_log_probs,
+        progress=pending.progress if ask.stream else None,
+    )

@@ -20,7 +20,7 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.ask import Ask, Refusal
 from spmdflow.episodes.conversation import AppendOnlyTemplate, NotAppendOnly
-from spmdflow.episodes.ids import call_id
+from spmdflow.episodes.ids import call_id, reply_name
 from spmdflow.episodes.message_form import Message
 from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
@@ -155,7 +155,7 @@ class Recorder:
         self.id_seed = 0
         """Seed of the ids of replies and calls; see `episodes.ids`."""
         self.turn_of_reply: dict[str, int] = {}
-        """Name of a reply (`ids.reply_name`) -> number of the turn."""
+        """Name of a reply (see `name_choices`) -> number of the turn."""
         self._turns_of_name: Counter[str] = Counter()
 
     def begin(self, ask: Ask) -> Turn:
@@ -165,14 +165,9 @@ class Recorder:
         yet, for unknown token ids, or without room for a reply: the first prompt may have
         max_prompt_tokens, and all tokens after it max_new_tokens. The turn's max_new_tokens is the
         room, or ask.max_tokens if that is less. Counts the turn; nothing else is recorded before
-        `finish`.
+        `finish`. See `begin_choices` for a request with several choices.
         """
-        if self.num_turns >= self._limits.max_turns:
-            raise Refusal(
-                f"got request {self.num_turns + 1} of an episode, expected at most "
-                f"actor.rollout.episode.max_turns={self._limits.max_turns}",
-                code="max_turns",
-            )
+        self._refuse_excess_turns(ask.num_choices)
         match = self._match_chat(ask) if ask.messages else self._match_completion(ask)
         segment = match.segment
         new_ids = match.new_ids
@@ -185,12 +180,13 @@ class Recorder:
             )
         self._refuse_unknown_tokens(new_ids)
         room = self._limits.max_new_tokens
-        if segment is not None:
-            room -= len(segment.tokens) + len(new_ids)
+        whole = room + self._limits.max_prompt_tokens
+        if segment is not None:  # the prompt of a branch may be longer than a first prompt
+            room = min(room, whole - len(segment.prompt)) - len(segment.tokens) - len(new_ids)
         elif is_first and len(new_ids) > self._limits.max_prompt_tokens:
             room = self._limits.max_prompt_tokens - len(new_ids)
         else:  # a branch, or a compacted history: its prompt has tokens of earlier turns
-            room = min(room, room + self._limits.max_prompt_tokens - len(new_ids))
+            room = min(room, whole - len(new_ids))
         if room < 1 or not new_ids and segment is None:
             raise Refusal(
                 f"got a conversation of {len(new_ids) + len(segment.ids if segment else [])} "
@@ -215,6 +211,46 @@ class Recorder:
             number_of_name,
         )
 
+    def begin_choices(self, ask: Ask) -> list[Turn]:
+        """Returns the turns of a request's choices: replies to the same prompt.
+
+        Each counts as a turn, with a number of its own. So n choices are the replies to n requests
+        with the same messages. Refusal as in `begin`, and for several choices unless may_fork is
+        set.
+        """
+        if ask.num_choices > 1 and not self._limits.may_fork:
+            raise Refusal(
+                f"n: got {ask.num_choices}, expected 1, because only one conversation of an "
+                f"episode is recorded; set actor.rollout.episode.segments=all (or longest) to "
+                f"record each choice as a segment",
+                code="not_append_only",
+            )
+        first = self.begin(ask)
+        turns = [first]
+        for index in range(1, ask.num_choices):
+            turns.append(
+                first._replace(
+                    number=first.number + index, number_of_name=first.number_of_name + index
+                )
+            )
+        self.num_turns += ask.num_choices - 1
+        self._turns_of_name[ask.name] += ask.num_choices - 1
+        return turns
+
+    def name_choices(self, turns: list[Turn]) -> list[str]:
+        """Returns the name of each choice's reply (`ids.reply_name`), and remembers their turns.
+
+        Choice k of several is also known by the name of the first one and ":k".
+        """
+        names = []
+        for turn in turns:
+            names.append(reply_name(self.id_seed, turn.number))
+        for index, (name, turn) in enumerate(zip(names, turns, strict=True)):
+            self.turn_of_reply[name] = turn.number
+            if len(turns) > 1:
+                self.turn_of_reply[f"{names[0]}:{index}"] = turn.number
+        return names
+
     def count_tokens(self, ask: Ask) -> int:
         """Number of tokens of a chat's prompt, encoded from scratch. Records nothing."""
         return len(self._template.ids(self._template.begin(ask.messages, ask.tools).text))
@@ -229,6 +265,18 @@ class Recorder:
             if string in text:
                 positions.append((text.index(string), string))
         return min(positions)[1] if positions else None
+
+    def _refuse_excess_turns(self, num_choices: int) -> None:
+        """Refusal if the episode has not as many turns left."""
+        most = self._limits.max_turns
+        if self.num_turns + num_choices <= most:
+            return
+        got = f"request {self.num_turns + 1} of an episode"
+        if num_choices > 1:
+            got = f"n={num_choices}, which counts as {num_choices} requests, after {self.num_turns}"
+        raise Refusal(
+            f"got {got}, expected at most actor.rollout.episode.max_turns={most}", code="max_turns"
+        )
 
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
