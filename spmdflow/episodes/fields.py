@@ -19,10 +19,12 @@ from spmdflow.episodes.ask import (
     ToolChoice,
     function_tool,
     read_choice,
+    read_effort,
     read_limit,
     read_messages,
     read_object,
     read_stop,
+    read_template_arguments,
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import (
@@ -38,6 +40,7 @@ _SUPPORTED = {
     "add_generation_prompt",
     "audio",
     "best_of",
+    "chat_template_kwargs",
     "continue_final_message",
     "echo",
     "function_call",
@@ -51,6 +54,7 @@ _SUPPORTED = {
     "n",
     "parallel_tool_calls",
     "prompt",
+    "reasoning_effort",
     "response_format",
     "return_token_ids",
     "stop",
@@ -61,6 +65,8 @@ _SUPPORTED = {
     "tools",
     "top_logprobs",
 }
+_OF_CHATS = {"chat_template_kwargs", "reasoning_effort"}
+"""Fields that have no meaning for a completion."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
@@ -83,7 +89,7 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
     each. warned_fields: names of fields that were logged; names are added.
     """
     fields = read_object(body)
-    warn_of_ignored(fields, _SUPPORTED, warned_fields)
+    warn_of_ignored(fields, _SUPPORTED if chat else _SUPPORTED - _OF_CHATS, warned_fields)
     for name, values in _ALLOWED.items():
         if fields.get(name) not in values:
             raise Refusal(f"{name}: got {fields[name]!r}, expected {values[-1]!r} or nothing")
@@ -120,6 +126,8 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
         one_call=one_call,
         is_legacy=tools is not None and "functions" in fields and "tools" not in fields,
         num_choices=_read_num_choices(fields),
+        template_arguments=read_template_arguments(fields.get("chat_template_kwargs")),
+        reasoning_effort=read_effort("reasoning_effort", fields.get("reasoning_effort")),
     )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from spmdflow.episodes.ask import Ask, Message, Reply
+from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.episodes.ask import Ask, Message, Reply, warn_of_ignored
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
@@ -24,6 +25,10 @@ from spmdflow.rollout.sampling import Grammar
 
 _SILENCE_SECONDS = 10.0
 """Longest silence of a stream."""
+_TOKENS_OF_MARK = 16
+"""Tokens at the end of a prompt that may open a thought: at most one for each byte, and a space."""
+EFFORT = "reasoning_effort"
+"""The variable with which chat templates set how long the model thinks."""
 
 
 class GenerationRequest(NamedTuple):
@@ -181,7 +186,25 @@ class ReplyGenerator:
 
     def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> Ask:
         """The request in its internal form. Refusal if it cannot be met."""
-        return dialect.parse(json.loads(body), past=episode.past, warned_fields=self._warned_fields)
+        warned = self._warned_fields
+        ask = dialect.parse(json.loads(body), past=episode.past, warned_fields=warned)
+        return self._with_template_arguments(ask, episode.recorder.chat)
+
+    def _with_template_arguments(self, ask: Ask, chat: ChatTemplate) -> Ask:
+        """The request with reasoning_effort as a variable of the chat template that reads it.
+
+        Logs a warning, once for each name, for variables that the template does not read.
+        """
+        arguments = dict(ask.template_arguments or {})
+        if ask.reasoning_effort is not None:
+            if chat.reads(EFFORT):
+                arguments.setdefault(EFFORT, ask.reasoning_effort)
+            else:
+                warn_of_ignored({EFFORT: ask.reasoning_effort}, set(), self._warned_fields)
+        for name in arguments:
+            if not chat.reads(name):
+                warn_of_ignored({f"chat_template_kwargs.{name}": 0}, set(), self._warned_fields)
+        return replace(ask, template_arguments=arguments or None)
 
     async def reply(
         self,
@@ -210,8 +233,12 @@ class ReplyGenerator:
         if ask.stream:
             num_tokens = len(turns[0].ids)
             streams = dialect.stream_choices(ask, name=names[0], num_prompt_tokens=num_tokens)
+        grammar = ask.grammar
+        if grammar is not None:
+            end_of_prompt = self._tokenizer.decode(turns[0].ids[-_TOKENS_OF_MARK:])
+            grammar = after_thought(grammar, end_of_prompt)
         for turn, pending in zip(turns, choices.replies, strict=True):
-            self._post(_request_of(episode, ask, turn, pending))
+            self._post(_request_of(episode, ask, turn, pending, grammar))
         http.on_leave = choices.leave
         try:
             if streams:
@@ -302,7 +329,11 @@ class ReplyGenerator:
 
 
 def _request_of(
-    episode: RunningEpisode, ask: Ask, turn: Turn, pending: PendingReply
+    episode: RunningEpisode,
+    ask: Ask,
+    turn: Turn,
+    pending: PendingReply,
+    grammar: Grammar | None,
 ) -> GenerationRequest:
     """The request for the reply of a turn."""
     return GenerationRequest(
@@ -316,7 +347,7 @@ def _request_of(
         done=pending.done,
         fail=pending.fail,
         stop=ask.ends,
-        grammar=after_thought(ask.grammar, turn.text),
+        grammar=grammar,
         top_log_probs=ask.top_log_probs,
         progress=pending.progress if ask.stream else None,
     )

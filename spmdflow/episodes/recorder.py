@@ -10,6 +10,7 @@ tokens up to that reply. So every sampled token is learnt in exactly one segment
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
+_MOST_FORMS = 4
+"""Chat templates with the arguments of requests that an episode remembers."""
 Call = list[str]
 """A tool call: name and arguments as JSON."""
 
@@ -63,6 +66,8 @@ class Segment:
     """For a chat, what the template wrote around the replies (`Continuation.written`). For a
     completion, prompt and reply."""
     tools: list[Any] | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template in which its requests differ from the run."""
     calls: list[list[Call]] = field(default_factory=list)
     """Tool calls of each reply."""
     routes: np.ndarray | None = None
@@ -133,6 +138,14 @@ class Limits:
     """Vocabulary size of the model. Token ids are smaller."""
 
 
+class _ChatForm(NamedTuple):
+    """How the chats of some requests are rendered, and their replies read."""
+
+    chat: ChatTemplate
+    template: AppendOnlyTemplate
+    reader: ReplyReader
+
+
 class Recorder:
     """The segments of one episode."""
 
@@ -144,10 +157,12 @@ class Recorder:
         read_calls: CallReader | None = None,
     ) -> None:
         """read_calls: parses tool calls in replies. None: see `ReplyReader`."""
+        self.chat = chat
         self._tokenizer = chat.tokenizer
-        self._template = AppendOnlyTemplate(chat, end_tokens)
-        self._reader = ReplyReader(chat, read_calls)
+        self._read_calls = read_calls
         self._ends = end_tokens
+        self._forms: dict[int, _ChatForm] = {}
+        """By the identity of a `ChatTemplate`, which the form keeps."""
         self._limits = limits
         self.segments: list[Segment] = []
         self.num_turns = 0
@@ -253,7 +268,19 @@ class Recorder:
 
     def count_tokens(self, ask: Ask) -> int:
         """Number of tokens of a chat's prompt, encoded from scratch. Records nothing."""
-        return len(self._template.ids(self._template.begin(ask.messages, ask.tools).text))
+        template = self._form_of(ask).template
+        return len(template.ids(template.begin(ask.messages, ask.tools).text))
+
+    def _form_of(self, ask: Ask) -> _ChatForm:
+        """How a chat is rendered and read, with its own variables of the chat template."""
+        chat = self.chat.with_arguments(ask.template_arguments)
+        if id(chat) not in self._forms:
+            recent = list(self._forms.items())[1 - _MOST_FORMS :]
+            form = _ChatForm(
+                chat, AppendOnlyTemplate(chat, self._ends), ReplyReader(chat, self._read_calls)
+            )
+            self._forms = dict([*recent, (id(chat), form)])
+        return self._forms[id(chat)]
 
     def stop_of(self, ask: Ask, turn: Turn, response: VersionedResponse) -> str | None:
         """The stop string that ended a response; None if none did."""
@@ -322,7 +349,8 @@ class Recorder:
         spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
         raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
         said = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
-        message = self._reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
+        form = self._form_of(ask)
+        message = form.reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
         if message.get("tool_calls"):
             reason = "tool_calls"
         extends = any(each is turn.segment for each in self.segments)
@@ -330,7 +358,8 @@ class Recorder:
             old = turn.segment
             new_ids = turn.fresh
         else:
-            old = Segment(turn.ids, tools=ask.tools, name=ask.name)
+            own = form.chat.request_arguments
+            old = Segment(turn.ids, tools=ask.tools, template_arguments=own, name=ask.name)
             new_ids = []
         sampled, log_probs, versions = _sampled_columns(response)
         new = Segment(
@@ -342,6 +371,7 @@ class Recorder:
             [*ask.messages, message] if ask.messages else [],
             turn.text if ask.messages else turn.text + text,
             old.tools,
+            old.template_arguments,
             [*old.calls, calls_of(message)],
             routes,
             old.name,
@@ -369,38 +399,39 @@ class Recorder:
     def _match_chat(self, ask: Ask) -> Match:
         """Returns the segment that a chat extends, or None, and its new ids.
 
-        A recorded reply fits if its segment has the same name and tools, and its messages up to the
-        reply are the first messages of the chat. Replies behind most messages come first, the
-        newest of several. If it is the last of its segment, the chat extends the segment. If not,
-        the chat is a branch: None, and the ids are the recorded ones up to the reply and the new
-        ones. If none fits: None, and the ids are those of the complete chat. So too if no message
-        follows the reply. Refusal if there is no chat template, or if the template changes earlier
-        turns and may_fork is not set.
+        A recorded reply fits if its segment has the same name, tools and variables of the chat
+        template, and its messages up to the reply are the first messages of the chat. Replies
+        behind most messages come first, the newest of several. If it is the last of its segment,
+        the chat extends the segment. If not, the chat is a branch: None, and the ids are the
+        recorded ones up to the reply and the new ones. If none fits: None, and the ids are those of
+        the complete chat. So too if no message follows the reply. Refusal if there is no chat
+        template, or if the template changes earlier turns and may_fork is not set.
         """
         if not self._tokenizer.chat_template:
             raise Refusal("got messages, but the tokenizer has no chat template; use completions")
+        chat, template, reader = self._form_of(ask)
         for segment, reply in self._replies_of_chats(ask.name):
             size = reply.positions[-1] + 1
             recorded = segment.messages[:size]
-            if ask.tools != segment.tools or not self._reader.are_equal(
-                recorded, ask.messages[:size]
-            ):
+            if (segment.tools, segment.template_arguments) != (ask.tools, chat.request_arguments):
+                continue
+            if not reader.are_equal(recorded, ask.messages[:size]):
                 continue
             if len(ask.messages) == size:
                 break  # the model would continue its own reply
             try:
-                after = self._template.extend(reply.text, ask.messages, reply.positions, ask.tools)
+                after = template.extend(reply.text, ask.messages, reply.positions, ask.tools)
             except NotAppendOnly as err:
                 if self._limits.may_fork:
                     break
                 raise Refusal(str(err), code="not_append_only") from err
-            new_ids = self._template.ids_after(segment.tokens[reply.stop - 1], after.text)
+            new_ids = template.ids_after(segment.tokens[reply.stop - 1], after.text)
             if reply is segment.replies[-1]:
                 return Match(segment, new_ids, after.written, reply.positions)
             recorded_ids = segment.prompt + segment.tokens[: reply.stop]
             return Match(None, recorded_ids + new_ids, after.written, reply.positions)
-        first = self._template.begin(ask.messages, ask.tools)
-        return Match(None, self._template.ids(first.text), first.written)
+        first = template.begin(ask.messages, ask.tools)
+        return Match(None, template.ids(first.text), first.written)
 
     def _replies_of_chats(self, name: str) -> list[tuple[Segment, RecordedReply]]:
         """All replies of chats with this name: those behind most messages first, of these the
@@ -427,7 +458,7 @@ class Recorder:
                     return Match(segment, ask.prompt[size:], segment.text)
             elif not segment.messages and ask.prompt.startswith(segment.text):
                 more = ask.prompt[len(segment.text) :]
-                return Match(segment, self._template.ids(more) if more else [], ask.prompt)
+                return Match(segment, self.chat.ids([more])[0] if more else [], ask.prompt)
         if isinstance(ask.prompt, list):
             return Match(None, ask.prompt, "")
         return Match(None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt)
