@@ -29,6 +29,8 @@ the fields and the limits.
 | recorder | the same | one episode's segments: ids, mask and log-probabilities |
 | credit | the compute lane | rewards and weights of an episode's segments |
 | parts | all of them | scores of parts of an episode, as an environment returns them |
+| judging | the compute lane | which replica judges which group; what a judge gets |
+| judgement | a worker process | what a judge returns |
 | pool | the compute lane | worker processes: assignment of episodes, time limits, blame |
 | child | a worker process | runs the coroutines of the environment; imports no torch |
 

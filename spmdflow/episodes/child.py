@@ -1,8 +1,9 @@
 """The worker process of environments: runs many episodes in one event loop.
 
-Messages are lines of JSON. In: {"functions": [[name, arguments]]}, then {"run": number, "seconds":
-limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...} or {"cancel": number}. Out:
-{"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
+Messages are lines of JSON. In: {"functions": [[name, arguments]], "judge": [name, arguments] or
+null}, then {"run": number, "seconds": limit, "row": {...}, "base_url": ..., "model": ...,
+"api_key": ...}, with "judge": true for a call of the judge (judgement.py), or {"cancel": number}.
+Out: {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
 {"ended": number} with "scores" and "parts" (parts.py), with "failed", or neither if the environment
 returned None, and {"forked": number} from a child process that an environment forked and that kept
 running the event loop. Imports the user's module and little else: no torch.
@@ -20,6 +21,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from spmdflow.episodes.judgement import load_judge
 from spmdflow.episodes.parts import parts_of
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
@@ -113,9 +115,14 @@ async def _serve(channel: Any, forks: _Forks) -> None:
         forks.leave_if_forked()
         writer.write(encode(message).encode() + b"\n")
 
-    ((name, arguments),) = decode((await reader.readline()).decode())["functions"]
+    request = decode((await reader.readline()).decode())
+    ((name, arguments),) = request["functions"]
     function = load_or_report(load_environment, name, arguments, tell)
-    if function is None:
+    judge = function
+    if request.get("judge") and function is not None:
+        name, arguments = request["judge"]
+        judge = load_or_report(load_judge, name, arguments, tell)
+    if function is None or judge is None:
         await writer.drain()
         return
     tell({"ready": [locate_definition(function)]})
@@ -127,7 +134,8 @@ async def _serve(channel: Any, forks: _Forks) -> None:
                 task.cancel()
             continue
         number = call.pop("run")
-        running[number] = asyncio.create_task(_run(function, number, call, tell))
+        chosen = judge if call.pop("judge", False) else function
+        running[number] = asyncio.create_task(_run(chosen, number, call, tell))
         running[number].add_done_callback(partial(_drop_task, running, number))
 
 

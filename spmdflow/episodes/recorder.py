@@ -136,6 +136,8 @@ class Limits:
     """Whether a request may start another segment."""
     vocab_size: int
     """Vocabulary size of the model. Token ids are smaller."""
+    long_prompts: bool = False
+    """Whether a first prompt may take the room of prompt and response together, as others may."""
 
 
 class _ChatForm(NamedTuple):
@@ -187,6 +189,7 @@ class Recorder:
         segment = match.segment
         new_ids = match.new_ids
         is_first = not any(each.name == ask.name for each in self.segments)
+        is_first = is_first and not self._limits.long_prompts
         if segment is None and self.segments and not self._limits.may_fork:
             raise Refusal(
                 "got a conversation that does not extend the recorded one; expected the earlier "
