@@ -86,12 +86,8 @@ def config_of(case: str, out: Path) -> Config:
             max_failed_fraction=1.0,
         ),
     )
-    out.mkdir(exist_ok=True)
-    path = out / "rows.jsonl"
-    lines = [json.dumps({"prompt": "guess", "does": does}) + "\n" for does in DOES]
-    path.write_text("".join(lines))
     data = DataConfig(
-        train_path=str(path),
+        train_path=str(out / "rows.jsonl"),
         tokenizer_path=str(TASK / "model"),
         prompts_per_step=len(DOES),
         samples_per_prompt=SAMPLES,
@@ -112,19 +108,26 @@ def config_of(case: str, out: Path) -> Config:
     return cfg
 
 
+def write_rows(out: Path, all_do: tuple[str, ...] = DOES) -> None:
+    """Writes the data on the first rank. All ranks call it together."""
+    if dist.get_rank() == 0:
+        lines = [json.dumps({"prompt": "guess", "does": does}) + "\n" for does in all_do]
+        (out / "rows.jsonl").write_text("".join(lines))
+    dist.barrier()
+
+
 def run_strict(out_dir: str) -> None:
     """A run on two ranks that ends at the first failure of the judge."""
-    cfg = config_of("two", Path(out_dir) / str(dist.get_rank()))
+    write_rows(Path(out_dir), ("ranks", "ranks", "raises", "ranks", "ranks", "ranks"))
+    cfg = config_of("two", Path(out_dir))
     cfg.actor.rollout.episode.on_error = "raise"
     run_flow(sys.modules[__name__], cfg, ranks=(0, 1))
 
 
 def run_all(out_dir: str) -> None:
     out = Path(out_dir)
+    write_rows(out)
     for case, num_ranks in CASES.items():
-        if dist.get_rank() == 0:
-            cfg = config_of(case, out)
-        dist.barrier()
         cfg = config_of(case, out)
         code = run_flow(sys.modules[__name__], cfg, ranks=tuple(range(num_ranks)))
         assert code == 0 or dist.get_rank() >= num_ranks
