@@ -195,6 +195,8 @@ class ReplyGenerator:
 
         Logs a warning, once for each name, for variables that the template does not read.
         """
+        if ask.template_arguments is None and ask.reasoning_effort is None:
+            return ask
         arguments = dict(ask.template_arguments or {})
         if ask.reasoning_effort is not None:
             if chat.reads(EFFORT):
