@@ -86,11 +86,14 @@ class ReplicaLeader:
         new_recorder: Callable[[int], Recorder],
         check: Callable[[GenerationRequest], None],
         rule: CreditRule | None = None,
+        *,
+        has_judge: bool = False,
     ) -> None:
         """new_recorder: called with an episode's number. check: raises an error if a request is
         invalid. rule: rewards of segments; None: only the longest segment of an episode is
-        returned."""
+        returned. has_judge: keep what a judge needs of episodes that have ended."""
         self._rule = rule
+        self._has_judge = has_judge
         self._pool = pool
         self._endpoint = endpoint
         self._new_recorder = new_recorder
@@ -115,7 +118,7 @@ class ReplicaLeader:
 
     def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool) -> None:
         """Adds episodes, by number."""
-        if self._pool.has_judge:
+        if self._has_judge:
             self._rows |= rows
         self._pool.begin(rows, first=first)
 
@@ -314,7 +317,7 @@ class ReplicaLeader:
         if ended.number in self._judged:
             self._judged[ended.number] = ended
             return
-        if self._pool.has_judge:
+        if self._has_judge:
             self._ends[ended.number] = ended, recorder
         self._store(ended, recorder)
 

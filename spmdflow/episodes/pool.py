@@ -126,11 +126,6 @@ class EnvironmentPool:
         self._start_missing()
 
     @property
-    def has_judge(self) -> bool:
-        """Whether the settings have a judge."""
-        return self._judge is not None
-
-    @property
     def num_under_way(self) -> int:
         """Number of episodes that are waiting or running."""
         return len(self._calls)

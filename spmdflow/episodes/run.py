@@ -76,7 +76,14 @@ class EpisodeRunner:
             guided = GuidedReplies(requests.is_guided, cfg.tool_parser, bool(own_form))
             endpoint = Endpoint(tokenizer, guided=guided)
             rule = CreditRule(cfg.credit, cfg.credit_discount) if cfg.segments == "all" else None
-            self._leader = ReplicaLeader(pool, endpoint, self._new_recorder, self._check, rule)
+            self._leader = ReplicaLeader(
+                pool,
+                endpoint,
+                self._new_recorder,
+                self._check,
+                rule,
+                has_judge=cfg.judge is not None,
+            )
 
     def run(
         self,
