@@ -26,6 +26,12 @@ class EpisodeConfig:
         "file.py:name or module:name of async def episode(row, *, base_url, model, api_key), with "
         "further arguments behind it, as in name(game='chess')."
     )
+    judge: str | None = setting(
+        "file.py:name or module:name of def judge(episodes, *, base_url, model, api_key), which "
+        "compares the episodes of one prompt and returns a score for each; null: the scores of the "
+        "environment count.",
+        None,
+    )
     max_turns: int = setting("Requests that one episode may make.", 64, at_least=1)
     seconds: float = setting("Limit of one episode.", 600.0, above=0)
     concurrency: int = setting("Episodes under way on one rank.", 64, at_least=1)
@@ -122,12 +128,25 @@ def environment_of(text: object) -> RewardTerm:
     return terms[0]
 
 
+def judge_of(text: object) -> RewardTerm:
+    """Return the function and arguments that a `judge` text names, as one RewardTerm.
+
+    ConfigError if the text is unreadable, has a weight, or is a map or "model".
+    """
+    terms = reward_terms(f"{KEY}.judge", text)
+    if len(terms) != 1 or terms[0].is_model or terms[0].weight != 1:
+        do = "write for example my_judge.py:judge"
+        raise ConfigError.of(f"{KEY}.judge", repr(text), "file.py:name or module:name", do)
+    return terms[0]
+
+
 def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> None:
     """Raise ConfigError unless the environment is an async function in an existing file, and the
     endpoint's settings fit together.
 
-    An import or assignment of that name passes. A tool_parser needs vllm to be installed. The file
-    is parsed, not run. So too for invalid models; with `here`, their folders must exist.
+    An import or assignment of that name passes. A judge may be any function. A tool_parser needs
+    vllm to be installed. The files are parsed, not run. So too for invalid models; with `here`,
+    their folders must exist.
     """
     check_models(f"{key}.models", episode.models, here=here)
     if episode.tool_parser and find_spec("vllm") is None:
@@ -143,6 +162,8 @@ def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> Non
             "a process for each episode, because the memory of one cannot be told otherwise",
             f"set {key}.isolation=process, or memory_mb to null",
         )
+    if episode.judge is not None:
+        locate_function(f"{key}.judge", judge_of(episode.judge).function)
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

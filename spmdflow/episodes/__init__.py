@@ -34,6 +34,8 @@ ids. docs/EPISODES.md lists the fields and the limits.
 | model_set | all of them | what each model besides the policy needs |
 | credit | the compute lane | rewards and weights of an episode's segments |
 | parts | all of them | scores of parts of an episode, as an environment returns them |
+| judging | the compute lane | which replica judges which group; what a judge gets |
+| judgement | a worker process | what a judge returns |
 | pool | the compute lane | worker processes: assignment of episodes, time limits, blame |
 | child | a worker process | runs the coroutines of the environment; imports no torch |
 | isolated | the same, with isolation=process | a process for each episode, with limits |

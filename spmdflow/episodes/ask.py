@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spmdflow.config.data_check import OWN_TEMPLATE_ARGUMENTS
 from spmdflow.config.episode_models import POLICY
 from spmdflow.rollout.generator import Finished
 from spmdflow.rollout.sampling import Grammar
@@ -100,6 +101,12 @@ class Ask:
     """Of the request's URL: a player or a subagent. Empty: none."""
     model: str = POLICY
     """Name of the model that replies."""
+    num_choices: int = 1
+    """How many replies are generated to the same prompt."""
+    template_arguments: Mapping[str, Any] | None = None
+    """Variables of the chat template, which replace those of the run."""
+    reasoning_effort: str | None = None
+    """How long the model shall think, for chat templates that read it."""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -181,6 +188,33 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
     if len(limits) > 1 or not all(type(limit) is int and limit > 0 for limit in limits):
         raise Refusal(f"{names[0]}: got {sorted(map(str, limits))}, expected one number above 0")
     return next(iter(limits), None)
+
+
+def read_template_arguments(value: object) -> dict[str, Any] | None:
+    """The variables of the chat template in the field chat_template_kwargs; None: there are none.
+
+    Refusal unless it is an object whose names are identifiers that the rendering does not set
+    itself.
+    """
+    if value is None or value == {}:
+        return None
+    if not isinstance(value, dict):
+        got = type(value).__name__
+        raise Refusal(f"chat_template_kwargs: got {got}, expected an object of variables")
+    for name in value:
+        if not name.isidentifier() or name in OWN_TEMPLATE_ARGUMENTS:
+            raise Refusal(
+                f"chat_template_kwargs: got {name!r}, expected variables that the chat template "
+                f"reads and the endpoint does not set itself; leave it out"
+            )
+    return value
+
+
+def read_effort(field: str, value: object) -> str | None:
+    """How long the model shall think, as a word; None: nothing is said. Refusal otherwise."""
+    if value is None or isinstance(value, str):
+        return value
+    raise Refusal(f"{field}: got {value!r}, expected a word such as low, medium or high")
 
 
 def read_stop(field: str, value: object) -> tuple[str, ...]:

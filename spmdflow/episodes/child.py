@@ -1,8 +1,9 @@
 """The worker process of environments: runs many episodes in one event loop.
 
-Messages are lines of JSON. In: {"functions": [[name, arguments]], "certificate": path or null},
-then {"run": number, "seconds": limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...}
-or {"cancel": number}. Out:
+Messages are lines of JSON. In: {"functions": [[name, arguments]], "judge": [name, arguments] or
+null, "certificate": path or null}, then {"run": number, "seconds": limit, "row": {...}, "base_url":
+..., "model": ..., "api_key": ...}, with "judge": true for a call of the judge (judgement.py), or
+{"cancel": number}. Out:
 {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
 {"ended": number} with "scores" and "parts" (parts.py), with "failed", or neither if the environment
 returned None, and {"forked": number} from a child process that an environment forked and that kept
@@ -19,9 +20,10 @@ import selectors
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdflow.envs.client import CERTIFICATE_VARIABLE
+from spmdflow.episodes.judgement import load_judge
 from spmdflow.episodes.parts import parts_of
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
@@ -116,14 +118,11 @@ async def _serve(channel: Any, forks: Forks) -> None:
         writer.write(encode(message).encode() + b"\n")
 
     request = decode((await reader.readline()).decode())
-    ((name, arguments),) = request["functions"]
-    if request["certificate"] is not None:
-        os.environ[CERTIFICATE_VARIABLE] = request["certificate"]
-    function = load_or_report(load_environment, name, arguments, tell)
-    if function is None:
+    functions = load_functions(request, tell)
+    if functions is None:
         await writer.drain()
         return
-    tell({"ready": [locate_definition(function)]})
+    tell({"ready": [locate_definition(functions.environment)]})
     running: dict[int, asyncio.Task[None]] = {}
     while line := await reader.readline():
         call = decode(line.decode())
@@ -132,12 +131,46 @@ async def _serve(channel: Any, forks: Forks) -> None:
                 task.cancel()
             continue
         number = call.pop("run")
+        function = functions.of_call(call)
         running[number] = asyncio.create_task(run_episode(function, number, call, tell))
         running[number].add_done_callback(partial(_drop_task, running, number))
 
 
 def _drop_task(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
     running.pop(number)
+
+
+class EpisodeFunctions(NamedTuple):
+    """What the calls of a worker process run."""
+
+    environment: Environment
+    judge: Environment | None
+    """See `load_judge`. None: there is none."""
+
+    def of_call(self, call: dict[str, Any]) -> Environment:
+        """The function that a call runs; removes "judge" from it."""
+        if call.pop("judge", False):
+            assert self.judge is not None, "the pool calls only a judge that it has named"
+            return self.judge
+        return self.environment
+
+
+def load_functions(
+    request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]
+) -> EpisodeFunctions | None:
+    """Loads the functions that the pool's first message names; None if that failed, which is told.
+
+    Sets the environment variable for the certificate first.
+    """
+    if request["certificate"] is not None:
+        os.environ[CERTIFICATE_VARIABLE] = request["certificate"]
+    ((name, arguments),) = request["functions"]
+    environment = load_or_report(load_environment, name, arguments, tell)
+    if environment is None or request["judge"] is None:
+        return environment and EpisodeFunctions(environment, None)
+    name, arguments = request["judge"]
+    judge = load_or_report(load_judge, name, arguments, tell)
+    return judge and EpisodeFunctions(environment, judge)
 
 
 async def run_episode(

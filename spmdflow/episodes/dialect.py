@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdflow.config.episode_models import POLICY
@@ -22,7 +22,8 @@ NO_EVENT = b": the reply is being generated\n\n"
 class EventStream(ABC):
     """The events of one streamed reply, as the bytes that are sent.
 
-    First `begin`, then `add_text` for each new piece of the reply's text, then `end`.
+    First `begin`, then `add_text` for each new piece of the reply's text, then `end`, and `close`
+    once for a request. A request with several choices has a stream for each.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,10 @@ class EventStream(ABC):
     @abstractmethod
     def finish(self, reply: Reply) -> bytes:
         """The events after all of the reply's text: its calls, why it ended, and its size."""
+
+    def close(self, replies: Sequence[Reply]) -> bytes:
+        """The events after the last of all replies of the request; none in most dialects."""
+        return b""
 
     @abstractmethod
     def fail(self, refusal: Refusal) -> bytes:
@@ -76,9 +81,18 @@ class ApiDialect(ABC):
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
         """The answer that is not streamed, as JSON."""
 
+    def answer_choices(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The answer with all choices of a request; most dialects have one."""
+        (reply,) = replies
+        return self.answer(ask, reply)
+
     @abstractmethod
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
         """A stream for a reply with this name (`Reply.name`)."""
+
+    def stream_choices(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> list[EventStream]:
+        """A stream for each choice of a request; most dialects have one. name: of the first."""
+        return [self.stream(ask, name=name, num_prompt_tokens=num_prompt_tokens)]
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """The answer to a request that is refused, as JSON; in OpenAI's form."""

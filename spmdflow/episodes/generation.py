@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from spmdflow.config.episode_models import POLICY, EpisodeModel, ServerModel
 from spmdflow.data.row_id import seed_of
-from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
+from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.episodes.ask import Ask, Message, Refusal, Reply, warn_of_ignored
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
@@ -29,6 +30,10 @@ from spmdflow.rollout.sampling import Grammar
 
 _SILENCE_SECONDS = 10.0
 """Longest silence of a stream."""
+_TOKENS_OF_MARK = 16
+"""Tokens at the end of a prompt that may open a thought: at most one for each byte, and a space."""
+EFFORT = "reasoning_effort"
+"""The variable with which chat templates set how long the model thinks."""
 
 
 class GenerationRequest(NamedTuple):
@@ -84,16 +89,19 @@ class RequestNotAdded(Exception):
 class PendingReply:
     """A reply that is being generated, as the event loop sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: asyncio.Event) -> None:
+        """changed: set when there are new tokens, or the reply is done."""
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
         self.tokens: list[int] = []
         """Those so far, if they are asked for."""
-        self._changed = asyncio.Event()
+        self.is_new = False
+        """Whether the tokens have changed since a reader has set this to False."""
+        self._changed = changed
 
     def done(self, drawn: VersionedResponse | None) -> None:
         """See GenerationRequest.done."""
-        self._loop.call_soon_threadsafe(self._finish, drawn)
+        self._loop.call_soon_threadsafe(self.finish, drawn)
 
     def fail(self, err: Exception) -> None:
         """See GenerationRequest.fail."""
@@ -103,21 +111,8 @@ class PendingReply:
         """See GenerationRequest.progress."""
         self._loop.call_soon_threadsafe(self._show, tokens)
 
-    def leave(self) -> None:
-        """The client has left: the reply is not waited for. Called in the event loop."""
-        self._finish(None)
-
-    async def change(self, seconds: float) -> bool:
-        """Waits until there are new tokens or the reply is done; False after this time."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
-
-    def _finish(self, drawn: VersionedResponse | None) -> None:
+    def finish(self, drawn: VersionedResponse | None) -> None:
+        """Ends the reply, unless it has ended; None: it was aborted. Called in the event loop."""
         if not self.future.done():
             self.future.set_result(drawn)
             self._changed.set()
@@ -126,11 +121,53 @@ class PendingReply:
         if not self.future.done():
             refused = isinstance(err, Refusal)
             self.future.set_exception(err if refused else RequestNotAdded(err))
+            self.future.exception()  # of several choices only one failure is awaited
             self._changed.set()
 
     def _show(self, tokens: list[int]) -> None:
         self.tokens = tokens
+        self.is_new = True
         self._changed.set()
+
+
+class PendingChoices:
+    """The replies to one request that are being generated."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = asyncio.Event()
+        self.replies: list[PendingReply] = []
+        for _ in range(count):
+            self.replies.append(PendingReply(self._changed))
+
+    def have_ended(self) -> bool:
+        """Whether all replies have ended."""
+        return all(reply.future.done() for reply in self.replies)
+
+    def leave(self) -> None:
+        """The client has left: the replies are not waited for. Called in the event loop."""
+        for reply in self.replies:
+            reply.finish(None)
+
+    async def drawn(self) -> list[VersionedResponse]:
+        """Waits for all responses. ClientLeft if one was aborted, RequestNotAdded if one cannot
+        be generated."""
+        result = []
+        for reply in self.replies:
+            response = await reply.future
+            if response is None:
+                raise ClientLeft
+            result.append(response)
+        return result
+
+    async def change(self, seconds: float) -> bool:
+        """Waits until there are new tokens or a reply is done; False after this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
 
 
 class NamedRequest(NamedTuple):
@@ -249,7 +286,26 @@ class ReplyGenerator:
                 f"count_tokens: got the model {asked.model.name!r}, expected one whose tokenizer "
                 f"the run has; ask its server"
             )
-        return episode.recorder_of(asked.model).count_tokens(asked.ask)
+        recorder = episode.recorder_of(asked.model)
+        return recorder.count_tokens(self._with_template_arguments(asked.ask, recorder.chat))
+
+    def _with_template_arguments(self, ask: Ask, chat: ChatTemplate) -> Ask:
+        """The request with reasoning_effort as a variable of the chat template that reads it.
+
+        Logs a warning, once for each name, for variables that the template does not read.
+        """
+        if ask.template_arguments is None and ask.reasoning_effort is None:
+            return ask
+        arguments = dict(ask.template_arguments or {})
+        if ask.reasoning_effort is not None:
+            if chat.reads(EFFORT):
+                arguments.setdefault(EFFORT, ask.reasoning_effort)
+            else:
+                warn_of_ignored({EFFORT: ask.reasoning_effort}, set(), self._warned_fields)
+        for name in arguments:
+            if not chat.reads(name):
+                warn_of_ignored({f"chat_template_kwargs.{name}": 0}, set(), self._warned_fields)
+        return replace(ask, template_arguments=arguments or None)
 
     async def reply(
         self,
@@ -259,12 +315,12 @@ class ReplyGenerator:
         body: bytes,
         http: HttpConnection,
     ) -> None:
-        """Has a reply generated and recorded, and writes the answer.
+        """Has the replies to a request generated and recorded, and writes the answer.
 
-        A GenerationRequest goes to the inbox, and its reply is awaited. ClientLeft, without
-        recording, if the request was aborted or the client has disconnected meanwhile. Refusal if
-        the request is invalid or does not fit the episode. RequestNotAdded if the generator rejects
-        it.
+        A GenerationRequest for each choice goes to the inbox, and all replies are awaited.
+        ClientLeft, without recording, if the request was aborted or the client has disconnected
+        meanwhile. Refusal if the request is invalid or does not fit the episode. RequestNotAdded if
+        the generator rejects it.
         """
         http.check_client()
         asked = self.read(dialect, body, episode)
@@ -293,52 +349,41 @@ class ReplyGenerator:
         dialect: ApiDialect,
         http: HttpConnection,
     ) -> None:
-        """Has a generator of this run reply, and writes the answer."""
+        """Has a generator of this run reply, once for each choice, and writes the answer."""
         recorder = episode.recorder_of(asked.model)
-        ask = self._guided.with_grammar(asked.ask)
-        turn = recorder.begin(ask)
-        pending = PendingReply()
-        ids = turn.ids
-        stream = None
+        ask = self._with_template_arguments(asked.ask, recorder.chat)
+        asked = asked._replace(ask=self._guided.with_grammar(ask))
+        ask = asked.ask
+        turns = recorder.begin_choices(ask)
+        names = recorder.name_choices(turns)
+        choices = PendingChoices(ask.num_choices)
+        ids = turns[0].ids
+        streams: list[EventStream] = []
         if ask.stream:
-            name = reply_name(recorder.id_seed, turn.number)
-            stream = dialect.stream(ask, name=name, num_prompt_tokens=len(ids))
-        self._post(
-            GenerationRequest(
-                number=episode.number,
-                name=episode.name,
-                ids=ids,
-                turn=turn.number,
-                speaker=turn.name,
-                turn_of_speaker=turn.number_of_name,
-                max_new_tokens=turn.max_new_tokens,
-                done=pending.done,
-                fail=pending.fail,
-                stop=ask.ends,
-                grammar=after_thought(ask.grammar, turn.text),
-                top_log_probs=ask.top_log_probs,
-                progress=None if stream is None else pending.progress,
-                model=ask.model,
-                sampling=asked.sampling,
-            )
-        )
-        http.on_leave = pending.leave
+            streams = dialect.stream_choices(ask, name=names[0], num_prompt_tokens=len(ids))
+        grammar = ask.grammar
+        if grammar is not None:
+            end_of_prompt = recorder.tokenizer.decode(ids[-_TOKENS_OF_MARK:])
+            grammar = after_thought(grammar, end_of_prompt)
+        for turn, pending in zip(turns, choices.replies, strict=True):
+            self._post(_request_of(episode, asked, turn, pending, grammar))
+        http.on_leave = choices.leave
         try:
-            if stream is not None:
-                visible = PartialText(
-                    recorder.tokenizer, ask, ids, shows_calls=self._guided.style == "qwen_3"
-                )
-                await self._write_progress(stream, pending, visible, http)
-            drawn = await pending.future
+            if streams:
+                await self._write_progress(streams, choices, recorder, ask, ids, http)
+            drawn = await choices.drawn()
         finally:
             http.on_leave = None
-            if http.has_left or not pending.future.done():
-                self._post(AbandonedRequest(episode.number, episode.name, turn.number, ask.model))
+            for turn, pending in zip(turns, choices.replies, strict=True):
+                if http.has_left or not pending.future.done():
+                    self._post(
+                        AbandonedRequest(episode.number, episode.name, turn.number, ask.model)
+                    )
         http.check_client()
-        if drawn is None:
-            raise ClientLeft
-        reply = self._record(recorder, ask, turn, drawn)
-        self._answer(episode, asked._replace(ask=ask), reply, stream, dialect, http)
+        replies = []
+        for name, turn, response in zip(names, turns, drawn, strict=True):
+            replies.append(self._record(recorder, ask, turn, response, name))
+        self._answer(episode, asked, replies, streams, dialect, http)
 
     async def _call(
         self,
@@ -350,9 +395,14 @@ class ReplyGenerator:
     ) -> None:
         """Has a server outside of the run reply, and writes the answer.
 
-        ClientLeft if the client or the episode has gone meanwhile.
+        ClientLeft if the client or the episode has gone meanwhile. Refusal for several choices.
         """
         ask = asked.ask
+        if ask.num_choices > 1:
+            raise Refusal(
+                f"n: got {ask.num_choices} for the model {model.name!r}, which is on a server, "
+                f"expected 1; send several requests"
+            )
         limits = episode.limits_of(model)
         number = episode.use_of(model).requests - 1
         if number >= limits.max_turns:
@@ -388,38 +438,40 @@ class ReplyGenerator:
         http.check_client()
         if call.cancelled():
             raise ClientLeft
-        reply = call.result()
-        self._answer(episode, asked._replace(ask=ask), reply, stream, dialect, http)
+        streams = [] if stream is None else [stream]
+        self._answer(episode, asked, [call.result()], streams, dialect, http)
 
     def _answer(
         self,
         episode: RunningEpisode,
         asked: NamedRequest,
-        reply: Reply,
-        stream: EventStream | None,
+        replies: list[Reply],
+        streams: list[EventStream],
         dialect: ApiDialect,
         http: HttpConnection,
     ) -> None:
-        """Writes the answer, or the end of its stream, and remembers what later requests may refer
+        """Writes the answer, or the end of its streams, and remembers what later requests may refer
         to. The tokens of a model that is not the policy are counted."""
         ask = asked.ask
         if asked.model is not None:
-            episode.use_of(asked.model).tokens += reply.num_tokens
-        past = dialect.past_of(ask, reply)
+            episode.use_of(asked.model).tokens += sum(reply.num_tokens for reply in replies)
+        past = dialect.past_of(ask, replies[0])
         if past is not None:
             episode.past[past[0]] = past[1]
-        if stream is None:
-            http.reply(json.dumps(dialect.answer(ask, reply)).encode())
+        if not streams:
+            http.reply(json.dumps(dialect.answer_choices(ask, replies)).encode())
             return
-        self._begin_stream(stream, http)
-        http.write_part(stream.end(reply))
+        self._begin_stream(streams[0], http)
+        for stream, reply in zip(streams, replies, strict=True):
+            http.write_part(stream.end(reply))
+        http.write_part(streams[0].close(replies))
         http.end_stream()
 
-    def _record(self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse) -> Reply:
-        """Records a response, and returns it as a reply."""
+    def _record(
+        self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse, name: str
+    ) -> Reply:
+        """Records a response, and returns it as a reply with this name."""
         message, response, reason = recorder.finish(ask, turn, drawn)
-        name = reply_name(recorder.id_seed, turn.number)
-        recorder.turn_of_reply[name] = turn.number
         pieces: list[str] = []
         top_pieces: list[tuple[str, ...]] = []
         decode = recorder.tokenizer.decode
@@ -441,25 +493,35 @@ class ReplyGenerator:
 
     async def _write_progress(
         self,
-        stream: EventStream,
-        pending: PendingReply,
-        visible: PartialText,
+        streams: list[EventStream],
+        choices: PendingChoices,
+        recorder: Recorder,
+        ask: Ask,
+        ids: list[int],
         http: HttpConnection,
     ) -> None:
-        """Writes the text of a reply while it is generated; returns when it is complete.
+        """Writes the text of replies while they are generated; returns when all are complete.
 
-        A comment is written after 10 s without text.
+        A comment is written after 10 s without text. ids: those of the prompt.
         """
-        while not pending.future.done():
-            has_news = await pending.change(_SILENCE_SECONDS)
-            if pending.future.done():
+        shows_calls = self._guided.style == "qwen_3"
+        visible = []
+        for _ in streams:
+            visible.append(PartialText(recorder.tokenizer, ask, ids, shows_calls=shows_calls))
+        while not choices.have_ended():
+            has_news = await choices.change(_SILENCE_SECONDS)
+            if choices.have_ended():
                 return
-            self._begin_stream(stream, http)
+            self._begin_stream(streams[0], http)
             if not has_news:
                 http.write_part(NO_EVENT)
-            text = visible.of(pending.tokens)
-            if text.startswith(stream.sent):
-                http.write_part(stream.add_text(text[len(stream.sent) :]))
+            for stream, pending, text_of in zip(streams, choices.replies, visible, strict=True):
+                if not pending.is_new:
+                    continue
+                pending.is_new = False
+                text = text_of.of(pending.tokens)
+                if text.startswith(stream.sent):
+                    http.write_part(stream.add_text(text[len(stream.sent) :]))
             await http.drain()
 
     def _begin_stream(self, stream: EventStream, http: HttpConnection) -> None:
@@ -467,3 +529,31 @@ class ReplyGenerator:
         if http.may_reply:
             http.begin_stream("text/event-stream")
             http.write_part(stream.begin())
+
+
+def _request_of(
+    episode: RunningEpisode,
+    asked: NamedRequest,
+    turn: Turn,
+    pending: PendingReply,
+    grammar: Grammar | None,
+) -> GenerationRequest:
+    """The request for the reply of a turn."""
+    ask = asked.ask
+    return GenerationRequest(
+        number=episode.number,
+        name=episode.name,
+        ids=turn.ids,
+        turn=turn.number,
+        speaker=turn.name,
+        turn_of_speaker=turn.number_of_name,
+        max_new_tokens=turn.max_new_tokens,
+        done=pending.done,
+        fail=pending.fail,
+        stop=ask.ends,
+        grammar=grammar,
+        top_log_probs=ask.top_log_probs,
+        progress=pending.progress if ask.stream else None,
+        model=ask.model,
+        sampling=asked.sampling,
+    )

@@ -23,8 +23,7 @@ import sys
 import time
 from typing import Any
 
-from spmdflow.envs.client import CERTIFICATE_VARIABLE
-from spmdflow.episodes.child import Environment, load_environment
+from spmdflow.episodes.child import EpisodeFunctions, load_functions
 from spmdflow.episodes.episode_process import (
     EpisodeLimits,
     EpisodeProcess,
@@ -42,7 +41,6 @@ from spmdflow.episodes.process_memory import (
 from spmdflow.rewards.child import (
     decode,
     encode,
-    load_or_report,
     locate_definition,
     open_channel,
 )
@@ -71,20 +69,17 @@ def main(socket_fd: int, stack_fd: int) -> None:
     channel = open_channel(socket_fd, stack_fd)
     lines = _Lines(channel)
     request = decode(lines.wait_for_one().decode())
-    ((name, arguments),) = request["functions"]
-    if request["certificate"] is not None:
-        os.environ[CERTIFICATE_VARIABLE] = request["certificate"]
 
     def tell(message: dict[str, Any]) -> None:
         channel.sendall(encode(message).encode() + b"\n")
 
-    function = load_or_report(load_environment, name, arguments, tell)
-    if function is None:
+    functions = load_functions(request, tell)
+    if functions is None:
         return
     gc.freeze()  # collections in the copies then do not touch, and so copy, these pages
-    tell({"ready": [locate_definition(function)]})
+    tell({"ready": [locate_definition(functions.environment)]})
     limits = EpisodeLimits(**request["limits"])
-    _EpisodeProcesses(channel, lines, function, limits, stack_fd).serve()
+    _EpisodeProcesses(channel, lines, functions, limits, stack_fd).serve()
 
 
 class _Lines:
@@ -124,14 +119,14 @@ class _EpisodeProcesses:
         self,
         channel: socket.socket,
         lines: _Lines,
-        function: Environment,
+        functions: EpisodeFunctions,
         limits: EpisodeLimits,
         stack_fd: int,
     ) -> None:
-        """channel: to the pool. function: the environment. stack_fd: closed in the copies."""
+        """channel: to the pool. functions: of its calls. stack_fd: closed in the copies."""
         self._channel = channel
         self._lines = lines
-        self._function = function
+        self._functions = functions
         self._limits = limits
         self._stack_fd = stack_fd
         self._episodes: dict[int, EpisodeProcess] = {}
@@ -208,7 +203,7 @@ class _EpisodeProcesses:
                 for descriptor in other.descriptors:
                     os.close(descriptor)
             become_keeper(watched, (theirs, shown))
-            play_episode(self._function, number, call, self._limits, theirs, shown)
+            play_episode(self._functions.of_call(call), number, call, self._limits, theirs, shown)
         for descriptor in (theirs, shown, watched):
             os.close(descriptor)
         os.set_blocking(result_fd, False)

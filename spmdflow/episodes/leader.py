@@ -20,6 +20,8 @@ from spmdflow.episodes.generation import (
     ModelUse,
     OtherModels,
 )
+from spmdflow.episodes.judgement import EPISODES
+from spmdflow.episodes.judging import describe_episode, judged_scores
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Recorder, Segment
 from spmdflow.episodes.result import Episode, row_of
@@ -94,16 +96,20 @@ class ReplicaLeader:
         rule: CreditRule | None = None,
         frozen: FrozenModels | None = None,
         others: Callable[[int], OtherModels] | None = None,
+        *,
+        has_judge: bool = False,
     ) -> None:
         """new_recorder: called with an episode's number. check: raises an error if a request is
         invalid. rule: rewards of segments; None: only the longest segment of an episode is
         returned. frozen: models with frozen weights. others: what the episode of a number needs for
-        models that are not the policy. None: there are none."""
+        models that are not the policy. None: there are none. has_judge: keep what a judge needs of
+        episodes that have ended."""
         self._rule = rule
         self._frozen = frozen
         self._others = others
         self._uses: dict[int, dict[str, ModelUse]] = {}
         """Of closed episodes that have not been recorded: how they used other models."""
+        self._has_judge = has_judge
         self._pool = pool
         self._endpoint = endpoint
         self._new_recorder = new_recorder
@@ -119,10 +125,60 @@ class ReplicaLeader:
         self._ended: list[int] = []
         self._episodes: dict[int, Episode] = {}
         self._fails = False
+        self._rows: dict[int, dict[str, Any]] = {}
+        """Row of each episode, if there is a judge."""
+        self._ends: dict[int, tuple[EndedEpisode, Recorder]] = {}
+        """Episodes that have ended, and may still be judged."""
+        self._judged: dict[int, EndedEpisode | None] = {}
+        """Calls of the judge, by number; None: it has not returned."""
 
     def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool) -> None:
         """Adds episodes, by number."""
+        if self._has_judge:
+            self._rows |= rows
         self._pool.begin(rows, first=first)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any episode has failed."""
+        return self._fails
+
+    def id_seed_of(self, number: int) -> int:
+        """The seed from which the ids of an ended episode derive. Only if there is a judge."""
+        return self._ends[number][1].id_seed
+
+    def describe(self, number: int) -> dict[str, Any]:
+        """What a judge gets of an ended episode."""
+        recorder = self._ends[number][1]
+        return describe_episode(self._rows[number], self._episodes[number], recorder)
+
+    def begin_judges(self, groups: Mapping[int, list[dict[str, Any]]]) -> None:
+        """Calls the judge for groups of episodes (`describe`), by number, before other episodes."""
+        self._judged |= dict.fromkeys(groups)
+        rows = {number: {EPISODES: episodes} for number, episodes in groups.items()}
+        self._pool.begin(rows, first=True, judge=True)
+
+    def have_judged(self, numbers: Sequence[int]) -> bool:
+        """Whether the judge has returned for all of these groups."""
+        return all(self._judged[number] is not None for number in numbers)
+
+    def take_judgement(self, number: int) -> tuple[dict[str, float] | None, str]:
+        """Removes and returns what the judge returned (`pack_scores`), or None and the cause."""
+        ended = self._judged.pop(number)
+        assert ended is not None, number
+        return ended.scores, ended.cause
+
+    def set_scores(self, number: int, judged: dict[str, float] | None, cause: str) -> None:
+        """Gives an ended episode the scores of the judge, unless it has none of its own.
+
+        None: it is omitted, or failed with this cause, if there is one.
+        """
+        ended, recorder = self._ends[number]
+        if self._episodes[number].scores is None:
+            return
+        assert ended.scores is not None, "its result has scores"
+        scores = judged_scores(ended.scores, judged)
+        self._store(ended._replace(scores=scores, cause=cause), recorder)
 
     def collect_changes(self, is_over: Callable[[], bool], *, idle: bool) -> StepChanges:
         """Starts waiting episodes; returns new requests, aborted requests and ended episodes.
@@ -238,6 +294,8 @@ class ReplicaLeader:
         results = []
         for index, n in enumerate(numbers):
             results.append((index, self._episodes.pop(n, None)))
+            self._ends.pop(n, None)
+            self._rows.pop(n, None)
         result = []
         for index, episode in results:
             if episode:
@@ -295,14 +353,23 @@ class ReplicaLeader:
                 draw.done(None)
 
     def _record_end(self, ended: EndedEpisode) -> None:
-        """Closes an episode that has ended, and stores its result in self._episodes.
+        """Closes an episode that has ended, and stores its result, or that of a judge."""
+        self._close_episode(ended.number)
+        recorder = self._recorders.pop(ended.number)
+        if ended.number in self._judged:
+            self._judged[ended.number] = ended
+            return
+        if self._has_judge:
+            self._ends[ended.number] = ended, recorder
+        self._store(ended, recorder)
+
+    def _store(self, ended: EndedEpisode, recorder: Recorder) -> None:
+        """Stores the result of an episode in self._episodes.
 
         The result has the trained segment with the most sampled tokens, or an empty one. scores is
         None if nothing was sampled. The episode also fails if the scores of its parts do not fit
         what was recorded. A failure is remembered for strict runs.
         """
-        self._close_episode(ended.number)
-        recorder = self._recorders.pop(ended.number)
         uses = {}
         for model, use in self._uses.pop(ended.number, {}).items():
             uses[model] = [use.requests, use.failed, use.tokens]

@@ -91,7 +91,7 @@ class MessageForm(NamedTuple):
     """What it writes after a user's turn to open the reply."""
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # templates, also those with the arguments of requests
 def form_of(chat: ChatTemplate) -> MessageForm:
     """Returns the form of the messages of a chat template; the default without a template."""
     if not chat.tokenizer.chat_template:

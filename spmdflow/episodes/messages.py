@@ -19,15 +19,18 @@ from spmdflow.episodes.ask import (
     function_tool,
     join_parts,
     read_choice,
+    read_effort,
     read_limit,
     read_object,
     read_stop,
+    read_template_arguments,
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import ApiDialect, EventStream, write_event
 from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
+    "chat_template_kwargs",
     "max_tokens",
     "messages",
     "metadata",
@@ -80,6 +83,8 @@ class MessagesDialect(ApiDialect):
             grammar=format_grammar("output_config.format", form),
             choice=choice,
             one_call=one_call,
+            template_arguments=read_template_arguments(fields.get("chat_template_kwargs")),
+            reasoning_effort=read_effort("output_config.effort", config.get("effort")),
         )
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from spmdflow.episodes.ask import (
     function_tool,
     join_parts,
     read_choice,
+    read_effort,
     read_limit,
     read_object,
+    read_template_arguments,
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import (
@@ -36,6 +38,7 @@ from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
     "background",
+    "chat_template_kwargs",
     "conversation",
     "include",
     "input",
@@ -45,6 +48,7 @@ _SUPPORTED = {
     "parallel_tool_calls",
     "previous_response_id",
     "prompt",
+    "reasoning",
     "store",
     "stream",
     "text",
@@ -89,6 +93,8 @@ class ResponsesDialect(ApiDialect):
         tools, choice = _read_tools(fields)
         num_likeliest = check_log_probs("top_logprobs", fields.get("top_logprobs"))
         text = read_object(fields.get("text") or {})
+        reasoning = read_object(fields.get("reasoning") or {})
+        warn_of_ignored(reasoning, {"effort"}, warned_fields)
         return Ask(
             messages,
             tools=tools,
@@ -100,6 +106,8 @@ class ResponsesDialect(ApiDialect):
             choice=choice,
             one_call=bool(tools) and fields.get("parallel_tool_calls") is False,
             num_instructions=int(bool(messages) and isinstance(fields.get("instructions"), str)),
+            template_arguments=read_template_arguments(fields.get("chat_template_kwargs")),
+            reasoning_effort=read_effort("reasoning.effort", reasoning.get("effort")),
         )
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:

@@ -169,6 +169,10 @@ def _body_of(
             value = getattr(model, field, None)
         if value is not None:
             body[field] = value
+    if ask.template_arguments is not None:
+        body["chat_template_kwargs"] = dict(ask.template_arguments)
+    if ask.reasoning_effort is not None:
+        body["reasoning_effort"] = ask.reasoning_effort
     if ask.stop:
         body["stop"] = list(ask.stop)
     if ask.tools:

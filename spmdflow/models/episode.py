@@ -23,6 +23,7 @@ from spmdflow.data.ragged import ragged, ragged_from_rows, rows_of
 from spmdflow.data.row_id import is_held_out, seed_of
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.episodes.conversation import check_template
+from spmdflow.episodes.judging import EpisodeGroups
 from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.result import Episode, SegmentRow
 from spmdflow.episodes.run import EpisodeRunner
@@ -31,6 +32,7 @@ from spmdflow.models.frozen import chat_template, model_set
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
 from spmdflow.models.turn import written_routes
 from spmdflow.objectives import segments
+from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.resumable import ResumableRequests
@@ -122,6 +124,7 @@ class EpisodeWorker(Worker):
         also_writes=written_by_episodes,
         draws=True,
         check=check_environment,
+        parents=True,
     )
     def run_episodes(
         self, batch: TensorDict, *, greedy: bool = False, prefix: str = "reward"
@@ -144,8 +147,28 @@ class EpisodeWorker(Worker):
             self.sampling.for_call(greedy=greedy),
             partial(self._turn_seed, self.call),
             strict=self._is_strict(),
+            groups=None if greedy else self.judged_groups(),
         )
         return self.episode_columns(batch, episodes, prefix).exclude(*ENDED)
+
+    def judged_groups(self) -> EpisodeGroups | None:
+        """Return the groups of this call's episodes, which the judge scores; None without one."""
+        if self.cfg.rollout.episode.judge is None:
+            return None
+        assert self.call.parents is not None, "registered with parents=True"
+        ranks = self.context.layout.ranks
+
+        def exchange(mine: Any) -> list[Any]:
+            if len(ranks) == 1:
+                return [mine]
+            return all_gather_plain(mine, self.context.groups.get(ranks, backend="gloo"))
+
+        return EpisodeGroups(
+            self.call.row_ids.tolist(),
+            self.call.parents.tolist(),
+            ranks.index(self.runner.first_rank),
+            exchange,
+        )
 
     @property
     def runner(self) -> EpisodeRunner:

@@ -411,6 +411,7 @@ class GeneratorWorker(SamplingWorker):
         writes=(*EPISODE_COLUMNS, "token_versions"),
         also_writes=written_by_ended_episodes,
         finishes=True,
+        parents=True,
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
         """Return the episodes of rows that `begin_episodes` added on the same ranks.
@@ -419,7 +420,8 @@ class GeneratorWorker(SamplingWorker):
         token_versions as in `finish_sequences`; -1 for tokens of the environment. version: see
         `finish_sequences`; rollout/age counts only tokens that the policy sampled.
         """
-        episodes = self.rows_ahead.finish_episodes(self.call.row_ids.tolist())
+        ids = self.call.row_ids.tolist()
+        episodes = self.rows_ahead.finish_episodes(ids, self.judged_groups())
         columns = self.episode_columns(batch, episodes, "reward")
         versions = columns["token_versions"].values()[columns["response_mask"].values()]
         self._report_ages(version - versions)

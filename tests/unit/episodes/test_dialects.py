@@ -33,12 +33,12 @@ USER: Any = {"role": "user", "content": "2 + 3"}
 class Episode:
     """An episode whose model says what the test says, with a client of each kind."""
 
-    def __init__(self, *, max_turns: int = 9) -> None:
+    def __init__(self, *, max_turns: int = 9, may_fork: bool = False) -> None:
         limits = Limits(
             max_turns,
             max_prompt_tokens=900,
             max_new_tokens=2000,
-            may_fork=False,
+            may_fork=may_fork,
             vocab_size=len(TOKENIZER),
         )
         self.recorder = Recorder(ChatTemplate(TOKENIZER), (TOKENIZER.eos_token_id,), limits)
@@ -53,13 +53,17 @@ class Episode:
         self.num_requests = 0
         """Those that reached the generator."""
 
-    def ask(self, says: str, request: Callable[..., Any], **fields: Any) -> Any:
-        """The result of a client's request; the model says `says`, in parts if it is streamed."""
+    def ask(self, says: str | list[str], request: Callable[..., Any], **fields: Any) -> Any:
+        """The result of a client's request; the model says `says`, in parts if it is streamed.
+
+        A list: what it says in each choice.
+        """
+        texts = iter([says] if isinstance(says, str) else says)
         coming = self._pool.submit(request, **fields)
         coming.add_done_callback(lambda _: self.endpoint.inbox.put(None))  # type: ignore[arg-type]
-        response = words(TOKENIZER, says)
         while (draw := self.endpoint.inbox.get(timeout=100)) is not None:
             self.num_requests += 1
+            response = words(TOKENIZER, next(texts))
             if draw.progress is not None:
                 for size in (1, 3, 5):
                     draw.progress(response.tokens[:size].tolist())
