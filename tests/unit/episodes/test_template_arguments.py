@@ -144,7 +144,7 @@ def test_grammar_leaves_the_thought_free_that_the_prompt_opens() -> None:
     pytest.importorskip("xgrammar")
     tokenizer = text_tokenizer()
     tokenizer.chat_template += "{{ '<think>' if thinks is defined else '' }}"
-    endpoint = Endpoint(tokenizer)
+    endpoint = Endpoint()
     limits = Limits(9, 99, 99, may_fork=True, vocab_size=len(tokenizer))
     agent = Agent(endpoint)
     (running,) = endpoint._episodes.values()
