@@ -21,10 +21,13 @@ NO_EVENT = b": the reply is being generated\n\n"
 class EventStream(ABC):
     """The events of one streamed reply, as the bytes that are sent.
 
-    First `begin`, then `add_text` for each new piece of the reply's text, then `end`.
+    First `begin`, then `add_thought` for each new piece of the reply's thought, `add_text` for each
+    new piece of its text, and `end`.
     """
 
     def __init__(self) -> None:
+        self.sent_thought = ""
+        """What `add_thought` got so far."""
         self.sent = ""
         """Text that `add_text` got so far."""
 
@@ -33,28 +36,42 @@ class EventStream(ABC):
         """The events before the first text."""
 
     @abstractmethod
+    def write_thought(self, more: str) -> bytes:
+        """The events for more of the thought, which is not empty and comes before all text."""
+
+    @abstractmethod
     def write_text(self, more: str) -> bytes:
         """The events for more text, which is not empty."""
 
     @abstractmethod
     def finish(self, reply: Reply) -> bytes:
-        """The events after all of the reply's text: its calls, why it ended, and its size."""
+        """The events after all of the reply's thought and text: its calls, why it ended, and its
+        size."""
 
     @abstractmethod
     def fail(self, refusal: Refusal) -> bytes:
         """The event for a failure after the stream has begun."""
+
+    def add_thought(self, more: str) -> bytes:
+        """The events for more of the thought; none for nothing, or if text was sent."""
+        if not more or self.sent:
+            return b""
+        self.sent_thought += more
+        return self.write_thought(more)
 
     def add_text(self, more: str) -> bytes:
         """The events for more text; none for no text."""
         self.sent += more
         return self.write_text(more) if more else b""
 
-    def end(self, reply: Reply) -> bytes:
-        """The events for the remaining text and the end of a reply."""
-        content = reply.message.get("content") or ""
+    def end(self, reply: Reply, text: str) -> bytes:
+        """The events for what remains of a reply, and its end. text: all of its text."""
         rest = b""
-        if content.startswith(self.sent):
-            rest = self.add_text(content[len(self.sent) :])
+        thought = reply.message.get("reasoning_content") or ""
+        if thought.startswith(self.sent_thought):
+            rest += self.add_thought(thought[len(self.sent_thought) :])
+        if text.startswith(self.sent):
+            rest += self.add_text(text[len(self.sent) :])
         return rest + self.finish(reply)
 
 

@@ -261,10 +261,17 @@ class _ChunkStream(EventStream):
 class _ChatStream(_ChunkStream):
     kind = "chat.completion.chunk"
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought. The first chunk has the role."""
+        delta = {"reasoning_content": more}
+        if self.sent_thought == more:
+            delta = {"role": "assistant", "reasoning_content": more}
+        return self._chunk({"delta": delta})
+
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text. The first chunk has the role."""
         delta = {"content": more}
-        if self.sent == more:
+        if self.sent == more and not self.sent_thought:
             delta = {"role": "assistant", "content": more}
         return self._chunk({"delta": delta})
 
@@ -272,7 +279,7 @@ class _ChatStream(_ChunkStream):
         """See EventStream.finish."""
         delta = {}
         for name, value in _message(self._ask, reply).items():
-            if name not in ("role", "content", "tool_calls"):
+            if name not in ("role", "content", "reasoning_content", "tool_calls"):
                 delta[name] = value
         if not self.sent:
             delta |= {"role": "assistant", "content": reply.message["content"]}
@@ -288,6 +295,10 @@ class _ChatStream(_ChunkStream):
 
 class _CompletionStream(_ChunkStream):
     kind = "text_completion"
+
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought: a completion has no thoughts."""
+        return b""
 
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text."""

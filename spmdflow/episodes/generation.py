@@ -175,6 +175,7 @@ class ReplyGenerator:
         turn = recorder.begin(ask)
         pending = PendingReply()
         ids = turn.ids
+        visible = self._visible(ask, ids, recorder)
         stream = None
         if ask.stream:
             name = reply_name(recorder.id_seed, turn.number)
@@ -199,7 +200,7 @@ class ReplyGenerator:
         http.on_leave = pending.leave
         try:
             if stream is not None:
-                await self._write_progress(stream, pending, ask, ids, http)
+                await self._write_progress(stream, pending, visible, http)
             drawn = await pending.future
         finally:
             http.on_leave = None
@@ -216,8 +217,23 @@ class ReplyGenerator:
             http.reply(json.dumps(dialect.answer(ask, reply)).encode())
             return
         self._begin_stream(stream, http)
-        http.write_part(stream.end(reply))
+        text = reply.message.get("content") or ""
+        if not text.startswith(stream.sent):  # a closing mark made a thought of what was sent
+            text = visible.whole_text(reply.drawn.tokens.tolist())
+        http.write_part(stream.end(reply, text))
         http.end_stream()
+
+    def _visible(self, ask: Ask, ids: list[int], recorder: Recorder) -> PartialText:
+        """What can be shown of the reply to a prompt with these ids."""
+        reader = recorder.reader
+        return PartialText(
+            self._tokenizer,
+            ask,
+            ids,
+            shows_calls=self._guided.style == "qwen_3",
+            marks=reader.thought_marks,
+            is_open=reader.opens_thought(ids),
+        )
 
     def _record(self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse) -> Reply:
         """Records a response, and returns it as a reply."""
@@ -247,16 +263,13 @@ class ReplyGenerator:
         self,
         stream: EventStream,
         pending: PendingReply,
-        ask: Ask,
-        ids: list[int],
+        visible: PartialText,
         http: HttpConnection,
     ) -> None:
-        """Writes the text of a reply while it is generated; returns when it is complete.
+        """Writes thought and text of a reply while it is generated; returns when it is complete.
 
-        A comment is written after 10 s without text. ids: those of the prompt.
+        A comment is written after 10 s without either.
         """
-        shows_calls = self._guided.style == "qwen_3"
-        visible = PartialText(self._tokenizer, ask, ids, shows_calls=shows_calls)
         while not pending.future.done():
             has_news = await pending.change(_SILENCE_SECONDS)
             if pending.future.done():
@@ -264,9 +277,11 @@ class ReplyGenerator:
             self._begin_stream(stream, http)
             if not has_news:
                 http.write_part(NO_EVENT)
-            text = visible.of(pending.tokens)
-            if text.startswith(stream.sent):
-                http.write_part(stream.add_text(text[len(stream.sent) :]))
+            shown = visible.of(pending.tokens)
+            if shown.thought.startswith(stream.sent_thought):
+                http.write_part(stream.add_thought(shown.thought[len(stream.sent_thought) :]))
+            if shown.text.startswith(stream.sent):
+                http.write_part(stream.add_text(shown.text[len(stream.sent) :]))
             await http.drain()
 
     def _begin_stream(self, stream: EventStream, http: HttpConnection) -> None:

@@ -182,13 +182,17 @@ def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice
     raise Refusal(f"tool_choice: got {choice!r}, expected the type auto, any, tool or none")
 
 
-def _input_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as an object; {} if they are none."""
+def _input_of(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call: an object, or what the model wrote in its place.
+
+    Then the program reports to the model what is wrong with them, and what it sends back is the
+    recorded call.
+    """
+    text = call["function"]["arguments"]
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        return json.loads(text)
     except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+        return text
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
@@ -249,39 +253,41 @@ class _MessageStream(EventStream):
         """See EventStream.begin."""
         return self._event("message_start", message=self._start)
 
-    def _block(self, block: Mapping[str, Any], *deltas: Mapping[str, Any]) -> bytes:
-        """All events of a block: its start, its parts and its end."""
-        data = self._event("content_block_start", index=self._index, content_block=block)
-        for delta in deltas:
-            data += self._event("content_block_delta", index=self._index, delta=delta)
-        return data + self._end_block()
+    def _begin_block(self, block: Mapping[str, Any]) -> bytes:
+        return self._event("content_block_start", index=self._index, content_block=block)
 
     def _end_block(self) -> bytes:
         data = self._event("content_block_stop", index=self._index)
         self._index += 1
         return data
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought."""
+        data = b""
+        if self.sent_thought == more:
+            data = self._begin_block({"type": "thinking", "thinking": "", "signature": ""})
+        delta = {"type": "thinking_delta", "thinking": more}
+        return data + self._event("content_block_delta", index=self._index, delta=delta)
+
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text."""
         data = b""
         if self.sent == more:
-            block = {"type": "text", "text": ""}
-            data = self._event("content_block_start", index=self._index, content_block=block)
+            data = self._end_block() if self.sent_thought else b""
+            data += self._begin_block({"type": "text", "text": ""})
         delta = {"type": "text_delta", "text": more}
         return data + self._event("content_block_delta", index=self._index, delta=delta)
 
     def finish(self, reply: Reply) -> bytes:
-        """See EventStream.finish. A thought is sent before the text, or after it if text was sent
-        before the thought was known."""
-        data = self._end_block() if self.sent else b""
+        """See EventStream.finish."""
+        data = self._end_block() if self.sent or self.sent_thought else b""
         for block in _blocks(reply.message):
-            if block["type"] == "thinking":
-                delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-                data += self._block({**block, "thinking": ""}, delta)
-            elif block["type"] == "tool_use":
+            if block["type"] == "tool_use":
                 text = json.dumps(block["input"])
                 delta = {"type": "input_json_delta", "partial_json": text}
-                data += self._block({**block, "input": {}}, delta)
+                data += self._begin_block({**block, "input": {}})
+                data += self._event("content_block_delta", index=self._index, delta=delta)
+                data += self._end_block()
         usage = _usage(len(reply.prompt_ids), len(reply.drawn.tokens))
         data += self._event("message_delta", delta=_stop_of(reply), usage=usage)
         return data + self._event("message_stop")

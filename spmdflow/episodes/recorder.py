@@ -146,7 +146,7 @@ class Recorder:
         """read_calls: parses tool calls in replies. None: see `ReplyReader`."""
         self._tokenizer = chat.tokenizer
         self._template = AppendOnlyTemplate(chat, end_tokens)
-        self._reader = ReplyReader(chat, read_calls)
+        self.reader = ReplyReader(chat, read_calls)
         self._ends = end_tokens
         self._limits = limits
         self.segments: list[Segment] = []
@@ -274,7 +274,7 @@ class Recorder:
         spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
         raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
         said = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
-        message = self._reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
+        message = self.reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
         if message.get("tool_calls"):
             reason = "tool_calls"
         extends = any(each is turn.segment for each in self.segments)
@@ -334,7 +334,7 @@ class Recorder:
         for segment, reply in self._replies_of_chats(ask.name):
             size = reply.positions[-1] + 1
             recorded = segment.messages[:size]
-            if ask.tools != segment.tools or not self._reader.are_equal(
+            if ask.tools != segment.tools or not self.reader.are_equal(
                 recorded, ask.messages[:size]
             ):
                 continue
