@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
+from spmdflow.episodes.ask import Ask, EarlierReply, Refusal, Reply
 
 MODEL = "policy"
 """Name of the model. Requests with any other name use the same weights."""
@@ -80,11 +80,11 @@ class ApiDialect(ABC):
 
     @abstractmethod
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """The Ask for the JSON body of a request; Refusal if it cannot be met as it stands.
 
-        past: id of an earlier reply -> the messages up to it. warned_fields: names of ignored
+        past: id of an earlier reply -> what can be continued. warned_fields: names of ignored
         fields that were logged; names are added.
         """
 
@@ -102,8 +102,8 @@ class ApiDialect(ABC):
         fields = {"message": str(refusal), "type": kind, "code": refusal.code, "param": None}
         return {"error": fields}
 
-    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, list[Message]] | None:
-        """(id, messages) that a later request may refer to by that id; None: it cannot."""
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, EarlierReply] | None:
+        """(id, what a later request may continue by that id); None: it cannot."""
         return None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from spmdflow.episodes.ask import (
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
@@ -178,7 +179,7 @@ class ChatDialect(ApiDialect):
     """`/v1/chat/completions`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         return parse_request(body, chat=True, warned_fields=warned_fields)
@@ -199,7 +200,7 @@ class CompletionDialect(ApiDialect):
     """`/v1/completions`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         return parse_request(body, chat=False, warned_fields=warned_fields)

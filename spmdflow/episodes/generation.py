@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from spmdflow.episodes.ask import Ask, Message, Reply
+from spmdflow.episodes.ask import Ask, EarlierReply, Reply
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
@@ -129,8 +129,8 @@ class RunningEpisode:
         self.key = secrets.token_urlsafe(24)
         self.under_way = 0
         self.refused = 0
-        self.past: dict[str, list[Message]] = {}
-        """Id of a reply -> the messages up to it, where later requests may refer to it."""
+        self.past: dict[str, EarlierReply] = {}
+        """Id of a reply -> what later requests may continue."""
 
 
 class ReplyGenerator:

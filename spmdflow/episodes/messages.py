@@ -12,6 +12,7 @@ from typing import Any
 
 from spmdflow.episodes.ask import (
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
@@ -28,7 +29,9 @@ from spmdflow.episodes.dialect import MODEL, ApiDialect, EventStream, write_even
 from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
+    "compaction",
     "max_tokens",
+    "mcp_servers",
     "messages",
     "metadata",
     "model",
@@ -37,9 +40,14 @@ _SUPPORTED = {
     "stop_sequences",
     "stream",
     "system",
+    "thread",
     "tool_choice",
     "tools",
 }
+_ALLOWED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "mcp_servers": (None, [])}
+"""Values of fields that would otherwise ask for something that the endpoint does not do."""
+_LOST_THREAD = "thread_not_found"
+"""Anthropic's clients answer this code by sending the whole conversation."""
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -53,12 +61,16 @@ class MessagesDialect(ApiDialect):
     """`/v1/messages`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         fields = read_object(body)
         warn_of_ignored(fields, _SUPPORTED, warned_fields)
-        messages: list[Message] = []
+        for name, values in _ALLOWED.items():
+            if fields.get(name) not in values:
+                raise Refusal(f"{name}: got {fields[name]!r}, expected {values[-1]!r} or nothing")
+        earlier = _continued_reply(fields.get("thread"), past)
+        messages = list(earlier.messages)
         system = fields.get("system")
         if system:
             text = system if isinstance(system, str) else join_parts("system", system)
@@ -68,7 +80,8 @@ class MessagesDialect(ApiDialect):
             raise Refusal("messages: got no list of messages; expected at least one")
         for message in given:
             messages += _read_message(read_object(message))
-        tools, choice, one_call = _read_tools(fields)
+        offered = _offered_tools(fields) or earlier.tools
+        tools, choice, one_call = _read_choice(fields, offered)
         config = read_object(fields.get("output_config") or {})
         form = config.get("format") or fields.get("output_format")
         return Ask(
@@ -80,6 +93,8 @@ class MessagesDialect(ApiDialect):
             grammar=format_grammar("output_config.format", form),
             choice=choice,
             one_call=one_call,
+            is_kept=bool(fields.get("thread")),
+            kept_tools=offered,
         )
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
@@ -97,7 +112,37 @@ class MessagesDialect(ApiDialect):
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """See ApiDialect.error: in Anthropic's form."""
         kind = _ERRORS.get(refusal.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+        error: dict[str, Any] = {"type": kind, "message": str(refusal)}
+        if refusal.code == _LOST_THREAD:
+            error["details"] = {"error_code": refusal.code}
+        return {"type": "error", "error": error}
+
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, EarlierReply] | None:
+        """See ApiDialect.past_of: with the system prompt and the tools, which are inherited."""
+        if not ask.is_kept:
+            return None
+        return f"msg_{reply.name}", EarlierReply([*ask.messages, reply.message], ask.kept_tools)
+
+
+def _continued_reply(thread: object, past: Mapping[str, EarlierReply]) -> EarlierReply:
+    """What the `thread` of a request continues; nothing if it begins one, or there is none.
+
+    Refusal for a reply that no request with a `thread` of this episode has had.
+    """
+    fields = read_object(thread or {"type": "create"})
+    if fields.get("type") == "create":
+        return EarlierReply([], None)
+    previous = fields.get("previous_message_id")
+    if fields.get("type") != "continue" or not isinstance(previous, str):
+        raise Refusal(f"thread: got {fields!r}, expected the type create, or continue with an id")
+    if previous not in past:
+        raise Refusal(
+            f"thread: got previous_message_id {previous!r}, expected the id of a reply to a "
+            f"request with `thread` in this episode",
+            status=404,
+            code=_LOST_THREAD,
+        )
+    return past[previous]
 
 
 def _read_message(message: Mapping[str, Any]) -> list[Message]:
@@ -155,8 +200,8 @@ def _read_reply(content: list[Any]) -> Message:
     return message
 
 
-def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice | None, bool]:
-    """(offered tools, call that the reply must have, whether the first call ends the reply)."""
+def _offered_tools(fields: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a request, in the form of chat completions."""
     tools: list[Any] = []
     for entry in fields.get("tools") or ():
         tool = read_object(entry)
@@ -167,7 +212,13 @@ def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice
                 code="unsupported_tool",
             )
         tools.append(function_tool({**tool, "parameters": tool.get("input_schema")}))
-    offered = tools or None
+    return tools or None
+
+
+def _read_choice(
+    fields: Mapping[str, Any], offered: list[Any] | None
+) -> tuple[list[Any] | None, ToolChoice | None, bool]:
+    """(tools that may be called, call that the reply must have, whether the first call ends it)."""
     choice = read_object(fields.get("tool_choice") or {"type": "auto"})
     one_call = offered is not None and choice.get("disable_parallel_tool_use") is True
     kind = choice.get("type")

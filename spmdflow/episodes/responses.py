@@ -14,6 +14,7 @@ from typing import Any
 from spmdflow.episodes.ask import (
     ROLES,
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
@@ -65,7 +66,7 @@ class ResponsesDialect(ApiDialect):
     """`/v1/responses`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         fields = read_object(body)
@@ -85,7 +86,7 @@ class ResponsesDialect(ApiDialect):
                     status=404,
                     code="not_found",
                 )
-            messages += past[earlier]
+            messages += past[earlier].messages
         messages += _read_input(fields.get("input"))
         tools, choice = _read_tools(fields)
         num_likeliest = check_log_probs("top_logprobs", fields.get("top_logprobs"))
@@ -111,9 +112,10 @@ class ResponsesDialect(ApiDialect):
         """See ApiDialect.stream."""
         return _ResponseStream(ask, name)
 
-    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, list[Message]]:
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, EarlierReply]:
         """See ApiDialect.past_of: all messages but the instructions, which are not inherited."""
-        return f"resp_{reply.name}", [*ask.messages[ask.num_instructions :], reply.message]
+        messages = [*ask.messages[ask.num_instructions :], reply.message]
+        return f"resp_{reply.name}", EarlierReply(messages, ask.tools)
 
 
 def _read_input(given: object) -> list[Message]:

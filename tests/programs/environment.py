@@ -28,7 +28,8 @@ async def episode(
     the program ended well. A result may have the "segment_scores" of the episode.
     """
     folder = Path(tempfile.mkdtemp(dir=row["folder"]))
-    told = {"base_url": base_url, "root_url": base_url.removesuffix("/v1"), "api_key": api_key}
+    told = {"base_url": base_url, "model": model, "api_key": api_key}
+    told["root_url"] = base_url.removesuffix("/v1")
     variables = {}
     for name in _INHERITED:
         if name in os.environ:

@@ -133,7 +133,7 @@ PROGRAMS = (
         needs="",
         replies=(
             Reply(
-                "how warm is it in Paris".capitalize(),
+                "How warm is it in Paris",
                 call("get_weather", '{"city": "Paris"}') + "\n" + call("add", '{"a": 2, "b": 3}'),
             ),
             Reply("Paris: 21 degrees", "21 degrees, and 5."),
@@ -244,12 +244,27 @@ PROGRAMS = (
         runs="TicTacToe-v0 between two of its `OpenAIAgent`",
         needs="",
         replies=(
-            Reply("Player 0", "[4]"),
-            Reply("Player 1", "[0]"),
+            Reply("[Player 1] [3]", "[6]"),
+            Reply("[Player 0] [2]", "[3]"),
+            Reply("[Player 1] [0]", "[2]"),
+            Reply("[Player 0] [4]", "[0]"),
+            Reply("You are Player 0", "[4]"),
         ),
         result=None,
-        segments=((0,),),
+        segments=((4,), (3,), (2,), (1,), (0,)),
         settings=("actor.rollout.episode.credit=segment",),
+    ),
+    Program(
+        name="verifiers_sums",
+        environment="verifiers",
+        runs="`vf-eval` of a taskset with a tool server, through its interception server",
+        needs="",
+        replies=(
+            Reply("20 + 22", call("sums_add", '{"a": 20, "b": 22}'), thought="I add."),
+            Reply("42", "It is 42."),
+        ),
+        result=None,
+        segments=((0, 1),),
     ),
     Program(
         name="mcp_time",

@@ -1,9 +1,12 @@
 """anthropic: tools in streamed messages, and the runner of tools."""
 
 import json
+import sys
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
+
+MODEL = sys.argv[2]
 
 client = Anthropic()
 tools: Any = [
@@ -22,7 +25,7 @@ texts = []
 inputs = []
 while True:
     with client.messages.stream(
-        model="claude-opus-4-6", max_tokens=1024, system="Be brief.", messages=messages, tools=tools
+        model=MODEL, max_tokens=1024, system="Be brief.", messages=messages, tools=tools
     ) as stream:
         for event in stream:
             if event.type == "text":
@@ -52,7 +55,7 @@ def add(a: int, b: int) -> str:
 
 
 runner = client.beta.messages.tool_runner(
-    model="claude-opus-4-6",
+    model=MODEL,
     max_tokens=1024,
     tools=[add],
     messages=[{"role": "user", "content": "What is 2 + 3?"}],

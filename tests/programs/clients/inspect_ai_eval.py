@@ -1,12 +1,15 @@
 """inspect-ai: a task with a tool, evaluated with the model openai/NAME."""
 
 import json
+import sys
 
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import match
 from inspect_ai.solver import generate, system_message, use_tools
 from inspect_ai.tool import Tool, tool
+
+MODEL = sys.argv[2]
 
 
 @tool
@@ -30,7 +33,7 @@ task = Task(
     solver=[system_message("Use the tool."), use_tools(add()), generate()],
     scorer=match(),
 )
-(log,) = eval(task, model="openai/gpt-5.2", display="plain")
+(log,) = eval(task, model=f"openai/{MODEL}", display="plain")
 assert log.results is not None and log.samples is not None, log.error
 result = {
     "status": log.status,

@@ -1,9 +1,12 @@
 """instructor: extraction by its default mode, with a second try after a failed validation."""
 
 import json
+import sys
 
 import instructor
 from pydantic import BaseModel, field_validator
+
+MODEL = sys.argv[2]
 
 
 class Person(BaseModel):
@@ -21,7 +24,7 @@ class Person(BaseModel):
         return name
 
 
-client = instructor.from_provider("openai/gpt-5.2")
+client = instructor.from_provider(f"openai/{MODEL}")
 person = client.create(
     response_model=Person,
     messages=[{"role": "user", "content": "Ann is 31 years old."}],

@@ -1,12 +1,15 @@
 """LangGraph: the ready agent with two tools, a memory, streamed tokens and a structured answer."""
 
 import json
+import sys
 from typing import Any
 
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel
+
+MODEL = sys.argv[2]
 
 
 class Weather(BaseModel):
@@ -26,7 +29,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-model = ChatOpenAI(model="gpt-5.2")
+model = ChatOpenAI(model=MODEL)
 agent: Any = create_agent(
     model, tools=[get_weather, add], system_prompt="Be brief.", checkpointer=InMemorySaver()
 )

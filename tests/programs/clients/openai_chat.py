@@ -1,9 +1,12 @@
 """openai: a loop of tools with chat completions, the last reply streamed."""
 
 import json
+import sys
 from typing import Any
 
 from openai import OpenAI
+
+MODEL = sys.argv[2]
 
 client = OpenAI()
 tools: Any = [
@@ -26,7 +29,7 @@ messages: Any = [
     {"role": "developer", "content": "Answer in one sentence."},
     {"role": "user", "content": "What is the weather in Paris and in Rome?"},
 ]
-first = client.chat.completions.create(model="gpt-5.2", messages=messages, tools=tools)
+first = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
 message = first.choices[0].message
 messages.append(message)
 cities = []
@@ -34,12 +37,12 @@ for call in message.tool_calls or []:
     city = json.loads(call.function.arguments)["city"]
     cities.append(city)
     messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{city}: 21 degrees"})
-second = client.chat.completions.create(model="gpt-5.2", messages=messages, tools=tools)
+second = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
 messages.append(second.choices[0].message)
 messages.append({"role": "user", "content": "And tomorrow?"})
 parts = []
 stream = client.chat.completions.create(
-    model="gpt-5.2", messages=messages, tools=tools, stream=True
+    model=MODEL, messages=messages, tools=tools, stream=True
 )
 for chunk in stream:
     if chunk.choices and chunk.choices[0].delta.content:

@@ -1,9 +1,12 @@
 """openai: a tool with the Responses API, continued by previous_response_id, and streamed."""
 
 import json
+import sys
 from typing import Any
 
 from openai import OpenAI
+
+MODEL = sys.argv[2]
 
 client = OpenAI()
 tools: Any = [
@@ -22,7 +25,7 @@ tools: Any = [
 ]
 items: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 first = client.responses.create(
-    model="gpt-5.2", input=items, tools=tools, reasoning={"effort": "low"}
+    model=MODEL, input=items, tools=tools, reasoning={"effort": "low"}
 )
 items += first.output
 cities = []
@@ -32,9 +35,9 @@ for item in first.output:
         cities.append(city)
         output = {"type": "function_call_output", "call_id": item.call_id}
         items.append({**output, "output": f"{city}: 21 degrees"})
-second = client.responses.create(model="gpt-5.2", input=items, tools=tools)
+second = client.responses.create(model=MODEL, input=items, tools=tools)
 with client.responses.stream(
-    model="gpt-5.2", input="And tomorrow?", tools=tools, previous_response_id=second.id
+    model=MODEL, input="And tomorrow?", tools=tools, previous_response_id=second.id
 ) as stream:
     deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
     last = stream.get_final_response()

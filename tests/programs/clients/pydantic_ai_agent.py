@@ -1,9 +1,12 @@
 """pydantic-ai: an agent with a tool and a typed answer; a second run with the history."""
 
 import json
+import sys
 
 from pydantic import BaseModel
 from pydantic_ai import Agent
+
+MODEL = sys.argv[2]
 
 
 class Weather(BaseModel):
@@ -13,7 +16,7 @@ class Weather(BaseModel):
     degrees: int
 
 
-agent = Agent("openai:gpt-5.2", output_type=[Weather, str], instructions="Use the tool.")
+agent = Agent(f"openai:{MODEL}", output_type=[Weather, str], instructions="Use the tool.")
 
 
 @agent.tool_plain

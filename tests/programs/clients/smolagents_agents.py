@@ -6,6 +6,8 @@ import sys
 
 from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
+MODEL = sys.argv[2]
+
 
 @tool
 def multiply(a: int, b: int) -> int:
@@ -19,7 +21,7 @@ def multiply(a: int, b: int) -> int:
 
 
 model = OpenAIModel(
-    model_id="gpt-5.2",
+    model_id=MODEL,
     api_base=os.environ["OPENAI_BASE_URL"],
     api_key=os.environ["OPENAI_API_KEY"],
 )
