@@ -127,7 +127,9 @@ def _call(words: list[str], seconds: float) -> str:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(err, subprocess.TimeoutExpired):
-            raise InstallationFailed(f"took longer than {seconds:.0f} s: {' '.join(words)}") from err
+            raise InstallationFailed(
+                f"took longer than {seconds:.0f} s: {' '.join(words)}"
+            ) from err
         raise
     if process.returncode:
         shown = "\n".join(written.splitlines()[-_SHOWN_LINES:])

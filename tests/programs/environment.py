@@ -29,6 +29,7 @@ async def episode(
     """
     folder = Path(tempfile.mkdtemp(dir=row["folder"]))
     told = {"base_url": base_url, "model": model, "api_key": api_key}
+    told["clients"] = str(CLIENTS)
     told["root_url"] = base_url.removesuffix("/v1")
     variables = {}
     for name in _INHERITED:
@@ -65,6 +66,11 @@ async def episode(
 def keep_messages(row: dict[str, Any], messages: list[dict[str, Any]]) -> float:
     """The score of the bridge to MCP: writes the messages as the result."""
     folder = Path(tempfile.mkdtemp(dir=row["folder"]))
-    result = [[message["role"], message["content"]] for message in messages]
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    result = {
+        "roles": [message["role"] for message in messages],
+        "difference": json.loads(results[0])["time_difference"],
+        "answer": messages[-1]["content"],
+    }
     (folder / "result.json").write_text(json.dumps(result))
     return 1.0

@@ -1,4 +1,4 @@
-"""A generator that replies as a file says: tokens are scripted, everything else is the built-in one.
+"""A generator that replies as a file says; everything else is done by the built-in one.
 
 The model is computed, so a log-probability is that of the scripted token under the weights, rows
 are parked between turns, and grammars limit what may be said. A reply is chosen by the last message
@@ -31,8 +31,11 @@ _CERTAIN = 1e4
 class ScriptedRolloutConfig(AgentRolloutConfig):
     """Settings of rollouts, and what the model says."""
 
-    replies_path: str = setting("JSON file: a list of [part of the last message, part of the "
-                                "whole prompt, reply]; the first that fits is said.", "")
+    replies_path: str = setting(
+        "JSON file: a list of [part of the last message, part of the "
+        "whole prompt, reply]; the first that fits is said.",
+        "",
+    )
 
 
 @dataclass

@@ -99,13 +99,61 @@ def test_program_runs_with_its_defaults_and_is_recorded(
 ) -> None:
     rows = run(program, model, tmp_path)
 
-    for folder in (tmp_path / "results").iterdir():
-        for name in ("stderr.txt", "result.json"):
-            if (folder / name).exists():
-                print(name, (folder / name).read_text()[-6000:])
-    tok = load_tokenizer(str(model))
-    for p, r, m in zip(rows["prompts"], rows["responses"], rows["response_mask"]):
-        print("=====ROW", sum(m), len(m))
-        print(tok.decode(p))
-        print("----")
-        print(tok.decode(r))
+    results = sorted((tmp_path / "results").glob("*/result.json"))
+    assert len(results) == NUM_EPISODES, said_by(tmp_path / "results")
+    for file in results:
+        assert json.loads(file.read_text()) == program.result
+    episodes: dict[int, list[dict[str, Any]]] = {}
+    for index, parent in enumerate(rows["episodes"]):
+        row = {name: values[index] for name, values in rows.items()}
+        episodes.setdefault(parent, []).append(row)
+    assert len(episodes) == NUM_EPISODES
+    for segments in episodes.values():
+        assert len(segments) == len(program.segments)
+        assert [row["num_turns"] for row in segments] == [len(each) for each in program.segments]
+        for row, expected in zip(segments, program.segments, strict=True):
+            check_row(row, [program.replies[index] for index in expected], model)
+        scores = list(program.scores) or [1.0] * len(segments)
+        assert [row["scores"] for row in segments] == scores
+
+
+def said_by(results: Path) -> str:
+    """The end of what the programs wrote."""
+    return "\n".join(file.read_text()[-3000:] for file in results.glob("*/stderr.txt"))
+
+
+def check_row(row: dict[str, Any], replies: list[Reply], model: Path) -> None:
+    """A segment's row has the sampled ids of these replies, and learns them and nothing else.
+
+    A guided reply may have tokens that the grammar forced, which are not learnt either. The
+    generator's log-probabilities are the trainer's: both are float32, of other shapes.
+    """
+    tokenizer = load_tokenizer(str(model))
+    ids = row["responses"]
+    mask = row["response_mask"]
+    position = 0
+    for reply in replies:
+        said = tokenizer(text_of(reply), add_special_tokens=False).input_ids
+        said.append(tokenizer.eos_token_id)
+        start = place_of(said, ids, position)
+        stop = start + len(said)
+        assert not any(mask[position:start])
+        assert any(mask[start:stop]) if reply.guided else all(mask[start:stop])
+        position = stop
+    assert position == len(ids)
+    assert place_of(tokenizer("assistant\n").input_ids, row["prompts"], 0) >= 0
+    for is_sampled, drawn, computed in zip(
+        mask, row["rollout_log_probs"], row["old_log_probs"], strict=True
+    ):
+        if is_sampled:
+            assert drawn == pytest.approx(computed, abs=1e-5)
+        else:
+            assert drawn == 0.0
+
+
+def place_of(part: list[int], ids: list[int], start: int) -> int:
+    """Where the part begins among the ids from `start` on. Fails if it is not there."""
+    for place in range(start, len(ids) - len(part) + 1):
+        if ids[place : place + len(part)] == part:
+            return place
+    raise AssertionError(f"{part} is not in {ids[start:]}")

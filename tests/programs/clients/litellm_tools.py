@@ -39,7 +39,9 @@ for call in message.tool_calls:
     city = json.loads(call.function.arguments)["city"]
     messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{city}: 21 degrees"})
 parts = []
-stream: Any = litellm.completion(model=f"openai/{MODEL}", messages=messages, tools=tools, stream=True)
+stream: Any = litellm.completion(
+    model=f"openai/{MODEL}", messages=messages, tools=tools, stream=True
+)
 for chunk in stream:
     parts.append(chunk.choices[0].delta.content or "")
 question: Any = [{"role": "user", "content": "Which city is the capital of France?"}]

@@ -13,7 +13,9 @@ def get_weather(city: str) -> str:
 
 
 weather = Agent(
-    name="Weather", instructions="You know the weather.", tools=[get_weather],
+    name="Weather",
+    instructions="You know the weather.",
+    tools=[get_weather],
     handoff_description="Knows the weather",
 )
 triage = Agent(name="Triage", instructions="Hand over to the right agent.", handoffs=[weather])

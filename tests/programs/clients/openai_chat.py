@@ -41,9 +41,7 @@ second = client.chat.completions.create(model=MODEL, messages=messages, tools=to
 messages.append(second.choices[0].message)
 messages.append({"role": "user", "content": "And tomorrow?"})
 parts = []
-stream = client.chat.completions.create(
-    model=MODEL, messages=messages, tools=tools, stream=True
-)
+stream = client.chat.completions.create(model=MODEL, messages=messages, tools=tools, stream=True)
 for chunk in stream:
     if chunk.choices and chunk.choices[0].delta.content:
         parts.append(chunk.choices[0].delta.content)

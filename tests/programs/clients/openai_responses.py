@@ -24,9 +24,7 @@ tools: Any = [
     }
 ]
 items: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
-first = client.responses.create(
-    model=MODEL, input=items, tools=tools, reasoning={"effort": "low"}
-)
+first = client.responses.create(model=MODEL, input=items, tools=tools, reasoning={"effort": "low"})
 items += first.output
 cities = []
 for item in first.output:

@@ -1,4 +1,4 @@
-"""verifiers: vf-eval of a taskset with a tool server, through its interception server.
+"""A taskset of verifiers with a tool server, and a harness for it; `verifiers_eval.py` runs it.
 
 The harness is the package's own chat program. It is started with this environment's Python, because
 its own way installs the program's packages with uv from the internet.
@@ -100,23 +100,5 @@ class SumsHarness(NullHarness):
         return await runtime.run_program([sys.executable, str(program), *words], {})
 
 
-def main() -> None:
-    """Evaluates, and prints what the trace says."""
-    from verifiers.v1.cli.eval.main import main as evaluate
-
-    base_url, model, _ = sys.argv[1:]
-    evaluate(
-        [
-            *("verifiers_sums", "-m", model, "--client.base-url", base_url),
-            *("--client.api-key-var", "OPENAI_API_KEY", "--no-push", "--no-rich"),
-            *("--env.agent.harness.id", "verifiers_sums", "--env.agent.runtime.type", "subprocess"),
-            *("--run.name", "sums"),
-        ]
-    )
-    (trace,) = Path("outputs").rglob("traces.jsonl")
-    print("\n" + json.dumps(json.loads(trace.read_text().splitlines()[0])))
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    main()
+    SumsToolset.run()
