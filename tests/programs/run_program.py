@@ -32,5 +32,4 @@ def main(flow: Flow, cfg: ScriptedConfig) -> None:
         for name, values in batch.fetch(*COLUMNS).items():
             rows = rows_of(values) if is_ragged(values) else values
             found[name] = [row.tolist() for row in rows]
-        found["episodes"] = batch.parents.tolist()  # one number for all rows of an episode
         (Path(cfg.run.dir) / "recorded.json").write_text(json.dumps(found))

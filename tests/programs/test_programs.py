@@ -103,17 +103,16 @@ def test_program_runs_with_its_defaults_and_is_recorded(
     assert len(results) == NUM_EPISODES, said_by(tmp_path / "results")
     for file in results:
         assert json.loads(file.read_text()) == program.result
-    episodes: dict[int, list[dict[str, Any]]] = {}
-    for index, parent in enumerate(rows["episodes"]):
-        row = {name: values[index] for name, values in rows.items()}
-        episodes.setdefault(parent, []).append(row)
-    assert len(episodes) == NUM_EPISODES
-    for segments in episodes.values():
-        assert len(segments) == len(program.segments)
+    size = len(program.segments)
+    assert len(rows["scores"]) == NUM_EPISODES * size
+    for start in range(0, NUM_EPISODES * size, size):
+        segments = []
+        for index in range(start, start + size):
+            segments.append({name: values[index] for name, values in rows.items()})
         assert [row["num_turns"] for row in segments] == [len(each) for each in program.segments]
         for row, expected in zip(segments, program.segments, strict=True):
             check_row(row, [program.replies[index] for index in expected], model)
-        scores = list(program.scores) or [1.0] * len(segments)
+        scores = list(program.scores) or [1.0] * size
         assert [row["scores"] for row in segments] == scores
 
 
