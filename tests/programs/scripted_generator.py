@@ -32,9 +32,7 @@ class ScriptedRolloutConfig(AgentRolloutConfig):
     """Settings of rollouts, and what the model says."""
 
     replies_path: str = setting(
-        "JSON file: a list of [part of the last message, part of the "
-        "whole prompt, reply]; the first that fits is said.",
-        "",
+        "JSON file: a list of [part of the last message, reply]; the first that fits is said.", ""
     )
 
 
@@ -76,8 +74,8 @@ class ScriptedGenerator(BuiltinGenerator):
     def _reply_to(self, prompt: str) -> str:
         """The reply that is scripted for a prompt."""
         last = prompt.rsplit(_MESSAGE_BEGIN, 2)[-2]
-        for in_message, in_prompt, reply in self._replies:
-            if in_message in last and in_prompt in prompt:
+        for part_of_message, reply in self._replies:
+            if part_of_message in last:
                 return str(reply)
         return f"nothing is scripted for {last}"
 

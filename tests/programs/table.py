@@ -15,10 +15,10 @@ class Reply(NamedTuple):
     """Part of the message."""
     says: str
     thought: str = ""
-    where: str = ""
-    """Part of the whole prompt."""
     guided: bool = False
     """Whether a grammar limits the reply: tokens that it forces are not trained."""
+    is_stopped: bool = False
+    """Whether a stop string of the program ends it, so that it has no end token."""
 
 
 class Program(NamedTuple):
@@ -241,13 +241,14 @@ PROGRAMS = (
             "form (`Calling tools: ...`), so each reply is a segment"
         ),
         replies=(
-            Reply("6 times 7", call("multiply", '{"a": 6, "b": 7}'), where="multiply"),
-            Reply("42", call("final_answer", '{"answer": "42"}')),
+            Reply("6 times 7", call("multiply", '{"a": 6, "b": 7}'), guided=True),
+            Reply("42", call("final_answer", '{"answer": "42"}'), guided=True),
             Reply(
                 "12 times 12",
                 "Thought: I multiply.\n<code>\nproduct = multiply(12, 12)\nprint(product)\n</code>",
+                is_stopped=True,
             ),
-            Reply("144", "Thought: done.\n<code>\nfinal_answer(product)\n</code>"),
+            Reply("144", "Thought: done.\n<code>\nfinal_answer(product)\n</code>", is_stopped=True),
         ),
         result={"calls": "42", "code": 144},
         segments=((0,), (1,), (2,), (3,)),

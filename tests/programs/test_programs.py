@@ -51,7 +51,7 @@ def text_of(reply: Reply) -> str:
 
 def run(program: Program, model: Path, folder: Path) -> dict[str, Any]:
     """Runs one step with episodes of the program; returns the recorded rows."""
-    replies = [[reply.to, reply.where, text_of(reply)] for reply in program.replies]
+    replies = [[reply.to, text_of(reply)] for reply in program.replies]
     (folder / "replies.json").write_text(json.dumps(replies))
     python = python_of(program)
     results = folder / "results"
@@ -133,7 +133,8 @@ def check_row(row: dict[str, Any], replies: list[Reply], model: Path) -> None:
     position = 0
     for reply in replies:
         said = tokenizer(text_of(reply), add_special_tokens=False).input_ids
-        said.append(tokenizer.eos_token_id)
+        if not reply.is_stopped:
+            said.append(tokenizer.eos_token_id)
         start = place_of(said, ids, position)
         stop = start + len(said)
         assert not any(mask[position:start])
