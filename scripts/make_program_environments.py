@@ -162,7 +162,7 @@ def main() -> int:
         else:
             print(f"{name}: {done}", flush=True)
     if failed:
-        print(f"failed: {', '.join(failed)}; the others are complete")
+        print(f"failed: {', '.join(failed)}; each other one is complete")
     return 1 if failed else 0
 
 

@@ -54,6 +54,10 @@ def run(program: Program, model: Path, folder: Path) -> dict[str, Any]:
     replies = [[reply.to, text_of(reply)] for reply in program.replies]
     (folder / "replies.json").write_text(json.dumps(replies))
     python = python_of(program)
+    if any(reply.guided for reply in program.replies):
+        pytest.importorskip("xgrammar")
+    if program.environment == "mcp":
+        pytest.importorskip("mcp")
     results = folder / "results"
     results.mkdir()
     row = {
