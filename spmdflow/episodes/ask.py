@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,6 +70,15 @@ class ToolChoice:
     """The function that must be called. Empty: any of the offered ones."""
 
 
+class EarlierReply(NamedTuple):
+    """A reply that a later request of the episode may name by its id and continue."""
+
+    messages: list[Message]
+    """All messages up to it, the reply included."""
+    tools: list[Any] | None
+    """Those that its request offered."""
+
+
 @dataclass(frozen=True)
 class Ask:
     """A request for a chat or a completion."""
@@ -95,6 +104,10 @@ class Ask:
     """Whether the reply ends with its first call."""
     num_instructions: int = 0
     """Messages at the beginning that belong to this request alone."""
+    is_kept: bool = False
+    """Whether a later request may continue the reply by its id alone (Anthropic's threads)."""
+    kept_tools: list[Any] | None = None
+    """The tools that such a request has if it names none."""
     is_legacy: bool = False
     """Whether tools came as `functions`, so that a call goes back as `function_call`."""
     name: str = ""

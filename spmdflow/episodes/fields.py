@@ -13,6 +13,7 @@ from typing import Any
 
 from spmdflow.episodes.ask import (
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
@@ -201,7 +202,7 @@ class ChatDialect(ApiDialect):
     """`/v1/chat/completions`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         return parse_request(body, chat=True, warned_fields=warned_fields)
@@ -231,7 +232,7 @@ class CompletionDialect(ApiDialect):
     """`/v1/completions`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         return parse_request(body, chat=False, warned_fields=warned_fields)
@@ -308,10 +309,17 @@ class _ChunkStream(EventStream):
 class _ChatStream(_ChunkStream):
     kind = "chat.completion.chunk"
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought. The first chunk has the role."""
+        delta = {"reasoning_content": more}
+        if self.sent_thought == more:
+            delta = {"role": "assistant", "reasoning_content": more}
+        return self._chunk({"delta": delta})
+
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text. The first chunk has the role."""
         delta = {"content": more}
-        if self.sent == more:
+        if self.sent == more and not self.sent_thought:
             delta = {"role": "assistant", "content": more}
         return self._chunk({"delta": delta})
 
@@ -319,7 +327,7 @@ class _ChatStream(_ChunkStream):
         """See EventStream.finish."""
         delta = {}
         for name, value in _message(self._ask, reply).items():
-            if name not in ("role", "content", "tool_calls"):
+            if name not in ("role", "content", "reasoning_content", "tool_calls"):
                 delta[name] = value
         if not self.sent:
             delta |= {"role": "assistant", "content": reply.message["content"]}
@@ -335,6 +343,10 @@ class _ChatStream(_ChunkStream):
 
 class _CompletionStream(_ChunkStream):
     kind = "text_completion"
+
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought: a completion has no thoughts."""
+        return b""
 
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from spmdflow.config.episode_models import POLICY, EpisodeModel, ServerModel
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.chat import ChatTemplate
-from spmdflow.episodes.ask import Ask, Message, Refusal, Reply, warn_of_ignored
+from spmdflow.episodes.ask import Ask, EarlierReply, Refusal, Reply, warn_of_ignored
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
@@ -217,8 +217,8 @@ class RunningEpisode:
         self.key = secrets.token_urlsafe(24)
         self.under_way = 0
         self.refused = 0
-        self.past: dict[str, list[Message]] = {}
-        """Id of a reply -> the messages up to it, where later requests may refer to it."""
+        self.past: dict[str, EarlierReply] = {}
+        """Id of a reply -> what later requests may continue."""
         self.uses: dict[str, ModelUse] = {}
         """How often models other than the policy were used, by name."""
         self.calls: set[asyncio.Task[Any]] = set()
@@ -359,6 +359,7 @@ class ReplyGenerator:
         choices = PendingChoices(ask.num_choices)
         ids = turns[0].ids
         streams: list[EventStream] = []
+        visible = self._visible(ask, ids, recorder) if ask.stream else None
         if ask.stream:
             streams = dialect.stream_choices(ask, name=names[0], num_prompt_tokens=len(ids))
         grammar = ask.grammar
@@ -369,8 +370,8 @@ class ReplyGenerator:
             self._post(_request_of(episode, asked, turn, pending, grammar))
         http.on_leave = choices.leave
         try:
-            if streams:
-                await self._write_progress(streams, choices, recorder, ask, ids, http)
+            if visible is not None:
+                await self._write_progress(streams, choices, visible, http)
             drawn = await choices.drawn()
         finally:
             http.on_leave = None
@@ -383,7 +384,7 @@ class ReplyGenerator:
         replies = []
         for name, turn, response in zip(names, turns, drawn, strict=True):
             replies.append(self._record(recorder, ask, turn, response, name))
-        self._answer(episode, asked, replies, streams, dialect, http)
+        self._answer(episode, asked, replies, streams, dialect, http, visible=visible)
 
     async def _call(
         self,
@@ -449,9 +450,14 @@ class ReplyGenerator:
         streams: list[EventStream],
         dialect: ApiDialect,
         http: HttpConnection,
+        *,
+        visible: PartialText | None = None,
     ) -> None:
         """Writes the answer, or the end of its streams, and remembers what later requests may refer
-        to. The tokens of a model that is not the policy are counted."""
+        to. The tokens of a model that is not the policy are counted.
+
+        visible: what wrote to the streams; None: nothing has been written.
+        """
         ask = asked.ask
         if asked.model is not None:
             episode.use_of(asked.model).tokens += sum(reply.num_tokens for reply in replies)
@@ -463,9 +469,25 @@ class ReplyGenerator:
             return
         self._begin_stream(streams[0], http)
         for stream, reply in zip(streams, replies, strict=True):
-            http.write_part(stream.end(reply))
+            text = reply.message.get("content") or ""
+            if visible is not None and not text.startswith(stream.sent):
+                # a closing mark made a thought of what was sent
+                text = visible.whole_text(reply.drawn.tokens.tolist())
+            http.write_part(stream.end(reply, text))
         http.write_part(streams[0].close(replies))
         http.end_stream()
+
+    def _visible(self, ask: Ask, ids: list[int], recorder: Recorder) -> PartialText:
+        """What can be shown of replies to a prompt with these ids."""
+        reader = recorder.reader_of(ask)
+        return PartialText(
+            recorder.tokenizer,
+            ask,
+            ids,
+            shows_calls=self._guided.style == "qwen_3",
+            marks=reader.thought_marks,
+            is_open=reader.opens_thought(ids),
+        )
 
     def _record(
         self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse, name: str
@@ -495,19 +517,14 @@ class ReplyGenerator:
         self,
         streams: list[EventStream],
         choices: PendingChoices,
-        recorder: Recorder,
-        ask: Ask,
-        ids: list[int],
+        visible: PartialText,
         http: HttpConnection,
     ) -> None:
-        """Writes the text of replies while they are generated; returns when all are complete.
+        """Writes thoughts and texts of replies while they are generated; returns when all are
+        complete.
 
-        A comment is written after 10 s without text. ids: those of the prompt.
+        A comment is written after 10 s without either.
         """
-        shows_calls = self._guided.style == "qwen_3"
-        visible = []
-        for _ in streams:
-            visible.append(PartialText(recorder.tokenizer, ask, ids, shows_calls=shows_calls))
         while not choices.have_ended():
             has_news = await choices.change(_SILENCE_SECONDS)
             if choices.have_ended():
@@ -515,13 +532,15 @@ class ReplyGenerator:
             self._begin_stream(streams[0], http)
             if not has_news:
                 http.write_part(NO_EVENT)
-            for stream, pending, text_of in zip(streams, choices.replies, visible, strict=True):
+            for stream, pending in zip(streams, choices.replies, strict=True):
                 if not pending.is_new:
                     continue
                 pending.is_new = False
-                text = text_of.of(pending.tokens)
-                if text.startswith(stream.sent):
-                    http.write_part(stream.add_text(text[len(stream.sent) :]))
+                shown = visible.of(pending.tokens)
+                if shown.thought.startswith(stream.sent_thought):
+                    http.write_part(stream.add_thought(shown.thought[len(stream.sent_thought) :]))
+                if shown.text.startswith(stream.sent):
+                    http.write_part(stream.add_text(shown.text[len(stream.sent) :]))
             await http.drain()
 
     def _begin_stream(self, stream: EventStream, http: HttpConnection) -> None:

@@ -275,6 +275,10 @@ class Recorder:
                 self.turn_of_reply[f"{names[0]}:{index}"] = turn.number
         return names
 
+    def reader_of(self, ask: Ask) -> ReplyReader:
+        """What reads the replies to a request, whose template arguments may set their form."""
+        return self._form_of(ask).reader
+
     def count_tokens(self, ask: Ask) -> int:
         """Number of tokens of a chat's prompt, encoded from scratch. Records nothing."""
         template = self._form_of(ask).template
