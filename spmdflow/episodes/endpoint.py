@@ -39,18 +39,12 @@ from spmdflow.episodes.connections import (
 )
 from spmdflow.episodes.dialect import MODEL, ApiDialect
 from spmdflow.episodes.fields import ChatDialect, CompletionDialect
-from spmdflow.episodes.generation import (
-    AbandonedRequest,
-    GenerationRequest,
-    ModelUse,
-    OtherModels,
-    ReplyGenerator,
-    RunningEpisode,
-)
+from spmdflow.episodes.generation import ModelUse, OtherModels, ReplyGenerator, RunningEpisode
 from spmdflow.episodes.guided import GuidedReplies
 from spmdflow.episodes.http import ClientLeft, HttpConnection, HttpRequest, MalformedRequest
 from spmdflow.episodes.messages import MessagesDialect
 from spmdflow.episodes.named_model import NamedModels
+from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.episodes.responses import ResponsesDialect
 from spmdflow.episodes.server_call import ServerCalls

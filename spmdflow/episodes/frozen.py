@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from spmdflow.config.episode_models import STEP_PREFIX
 from spmdflow.episodes.ask import Refusal
-from spmdflow.episodes.generation import AbandonedRequest, GenerationRequest
+from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest
 from spmdflow.errors import SpmdflowError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request

@@ -14,14 +14,10 @@ from spmdflow.data.row_id import seed_of
 from spmdflow.episodes.credit import CreditedSegment, CreditRule, credit_segments
 from spmdflow.episodes.endpoint import Endpoint, InboxItem
 from spmdflow.episodes.frozen import FrozenModels
-from spmdflow.episodes.generation import (
-    AbandonedRequest,
-    GenerationRequest,
-    ModelUse,
-    OtherModels,
-)
+from spmdflow.episodes.generation import ModelUse, OtherModels
 from spmdflow.episodes.judgement import EPISODES
 from spmdflow.episodes.judging import describe_episode, judged_scores
+from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Recorder, Segment
 from spmdflow.episodes.result import Episode, row_of

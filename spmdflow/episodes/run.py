@@ -24,13 +24,14 @@ from spmdflow.episodes.address import open_address
 from spmdflow.episodes.credit import CreditRule
 from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.frozen import FrozenModels
-from spmdflow.episodes.generation import GenerationRequest, OtherModels
+from spmdflow.episodes.generation import OtherModels
 from spmdflow.episodes.guided import GuidedReplies
 from spmdflow.episodes.judgement import unpack_scores
 from spmdflow.episodes.judging import EpisodeGroups, JudgedGroup, plan_groups
 from spmdflow.episodes.leader import AddedRequest, ReplicaLeader, StepChanges, turn_of_seed
 from spmdflow.episodes.model_set import ModelSet
 from spmdflow.episodes.named_model import NamedModels, OwnSampling
+from spmdflow.episodes.pending import GenerationRequest
 from spmdflow.episodes.pool import EnvironmentPool
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.episodes.result import Episode, from_plain, to_plain

@@ -25,7 +25,7 @@ from spmdflow.envs.client import CERTIFICATE_VARIABLE, ChatClient
 from spmdflow.episodes.address import EndpointAddress, open_address
 from spmdflow.episodes.connections import ConnectionLimits
 from spmdflow.episodes.endpoint import Endpoint
-from spmdflow.episodes.generation import GenerationRequest
+from spmdflow.episodes.pending import GenerationRequest
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spmdflow.episodes.credit import CreditRule, credit_segments
-from spmdflow.episodes.generation import AbandonedRequest, GenerationRequest
+from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest
 from tests.unit.episodes.test_agent_requests import words
 from tests.unit.episodes.test_dialects import CALL, CHAT_TOOL, TOKENIZER, USER, Episode
 from tests.unit.episodes.test_endpoint import Agent, answer_from

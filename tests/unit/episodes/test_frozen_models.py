@@ -14,8 +14,8 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.episodes.ask import Refusal
 from spmdflow.episodes.frozen import FrozenModels, LoadedWeights
-from spmdflow.episodes.generation import GenerationRequest
 from spmdflow.episodes.named_model import OwnSampling
+from spmdflow.episodes.pending import GenerationRequest
 from spmdflow.errors import CheckpointError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import end_tokens

@@ -11,7 +11,7 @@ import pytest
 
 from spmdflow.episodes.connections import ConnectionLimits
 from spmdflow.episodes.endpoint import Endpoint
-from spmdflow.episodes.generation import GenerationRequest
+from spmdflow.episodes.pending import GenerationRequest
 from tests.unit.episodes.test_agent_requests import words
 from tests.unit.episodes.test_endpoint import TOKENIZER, WAIT_SECONDS, Agent, answer_from
 

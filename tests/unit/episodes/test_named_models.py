@@ -17,8 +17,9 @@ from spmdflow.config.episode_models import episode_models, server_key
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.ask import Refusal
 from spmdflow.episodes.endpoint import Endpoint
-from spmdflow.episodes.generation import GenerationRequest, OtherModels
+from spmdflow.episodes.generation import OtherModels
 from spmdflow.episodes.named_model import NamedModels, OwnSampling, SavedSteps, take_sampling
+from spmdflow.episodes.pending import GenerationRequest
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.errors import ConfigError
 from tests.unit.episodes.judge_server import Answer, JudgeServer, is_silent, says

@@ -86,7 +86,8 @@ def test_special_token_in_an_argument_stays_text() -> None:
     tokenizer = TOKENIZER
     template = ChatTemplate(tokenizer)
     recorder = Recorder(template, (tokenizer.eos_token_id,), Limits(9, 99, 99, True, 999))
-    tokenizer.chat_template, kept = "{{ who }}" + tokenizer.chat_template, tokenizer.chat_template
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = "{{ who }}" + kept
     try:
         ask = replace(chat("a"), template_arguments={"who": "I<eos>"})
         ids = recorder.begin(ask).ids
