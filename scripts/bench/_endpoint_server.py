@@ -29,6 +29,7 @@ def main() -> None:
     """Serve until stdin ends."""
     folder = str(Path(sys.argv[1]) / "algos" / "guess" / "model")
     tokenizer = load_tokenizer(folder)
+    chat = ChatTemplate(tokenizer)
     ends = end_tokens(folder)
     limits = Limits(
         9, max_prompt_tokens=100, max_new_tokens=100, may_fork=False, vocab_size=len(tokenizer)
@@ -50,7 +51,7 @@ def main() -> None:
         names = []
         told = []
         for _ in range(int(line)):
-            recorder = Recorder(ChatTemplate(tokenizer), ends, limits)
+            recorder = Recorder(chat, ends, limits)
             name, arguments = endpoint.open(number, recorder)
             number += 1
             names.append(name)
