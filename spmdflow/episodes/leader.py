@@ -170,11 +170,12 @@ class ReplicaLeader:
         None: it is omitted, or failed with this cause, if there is one.
         """
         ended, recorder = self._ends[number]
-        if self._episodes[number].scores is None:
+        episode = self._episodes[number]
+        if episode.scores is None:
             return
         assert ended.scores is not None, "its result has scores"
         scores = judged_scores(ended.scores, judged)
-        self._store(ended._replace(scores=scores, cause=cause), recorder)
+        self._store(ended._replace(scores=scores, cause=cause), recorder, episode.uses)
 
     def collect_changes(self, is_over: Callable[[], bool], *, idle: bool) -> StepChanges:
         """Starts waiting episodes; returns new requests, aborted requests and ended episodes.
@@ -352,23 +353,25 @@ class ReplicaLeader:
         """Closes an episode that has ended, and stores its result, or that of a judge."""
         self._close_episode(ended.number)
         recorder = self._recorders.pop(ended.number)
+        uses = {}
+        for model, use in self._uses.pop(ended.number, {}).items():
+            uses[model] = [use.requests, use.failed, use.tokens]
         if ended.number in self._judged:
             self._judged[ended.number] = ended
             return
         if self._has_judge:
             self._ends[ended.number] = ended, recorder
-        self._store(ended, recorder)
+        self._store(ended, recorder, uses)
 
-    def _store(self, ended: EndedEpisode, recorder: Recorder) -> None:
+    def _store(
+        self, ended: EndedEpisode, recorder: Recorder, uses: Mapping[str, list[int]]
+    ) -> None:
         """Stores the result of an episode in self._episodes.
 
         The result has the trained segment with the most sampled tokens, or an empty one. scores is
         None if nothing was sampled. The episode also fails if the scores of its parts do not fit
-        what was recorded. A failure is remembered for strict runs.
+        what was recorded. A failure is remembered for strict runs. uses: see `Episode`.
         """
-        uses = {}
-        for model, use in self._uses.pop(ended.number, {}).items():
-            uses[model] = [use.requests, use.failed, use.tokens]
         scores = ended.scores if recorder.longest() else None
         cause = ended.cause
         credited: list[CreditedSegment] = []

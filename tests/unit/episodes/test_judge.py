@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from spmdflow.config.episode import EpisodeConfig, check_episode
+from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.episodes.endpoint import Endpoint
+from spmdflow.episodes.generation import ModelUse
 from spmdflow.episodes.judgement import EPISODES, load_judge, pack_scores, unpack_scores
 from spmdflow.episodes.judging import JudgedGroup, judged_scores, plan_groups
+from spmdflow.episodes.leader import ReplicaLeader
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
+from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import InvalidScore
 from tests.distributed.programs import judge_env
+from tests.unit.episodes.test_agent_requests import words
+from tests.unit.episodes.test_conversation import completion, text_tokenizer
 
 FILE = str(judge_env.__file__)
 ENDPOINT = {"base_url": "http://127.0.0.1:1", "model": "policy", "api_key": "key"}
@@ -125,3 +132,49 @@ def test_judge_that_hangs_fails_its_group_alone_in_words() -> None:
     assert "fix the judge" in ended[4].cause
     assert ended[5].cause == "" and ended[5].scores is not None
     assert unpack_scores(ended[5].scores, 2) == [{"score": 1.0}, {"score": 0.0}]
+
+
+def test_judge_runs_in_a_process_of_its_own_where_episodes_do() -> None:
+    cfg = EpisodeConfig(f"{FILE}:episode", judge=f"{FILE}:plain", isolation="process")
+    pool = EnvironmentPool(cfg)
+    try:
+        (ended,) = judge_in_pool(pool, {5: [episode_of(2), episode_of(1)]}).values()
+    finally:
+        pool.close()
+
+    assert ended.scores is not None
+    assert unpack_scores(ended.scores, 2) == [{"score": 1.0}, {"score": 0.0}]
+
+
+class NoPool:
+    """Runs nothing: the test ends the episodes."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def test_what_an_episode_asked_other_models_is_counted_after_a_judgement() -> None:
+    tokenizer = text_tokenizer()
+    limits = Limits(9, 99, 99, may_fork=True, vocab_size=len(tokenizer))
+    ends = (tokenizer.eos_token_id,)
+    endpoint = Endpoint()
+    leader = ReplicaLeader(
+        cast(EnvironmentPool, NoPool()),
+        endpoint,
+        lambda number: Recorder(ChatTemplate(tokenizer), ends, limits),
+        lambda draw: None,
+        has_judge=True,
+    )
+    leader._open_episode(0)
+    (running,) = endpoint._episodes.values()
+    running.uses["judge"] = ModelUse(requests=2, failed=1, tokens=9)
+    ask = completion("a")
+    running.recorder.finish(ask, running.recorder.begin(ask), words(tokenizer, "b"))
+    leader._record_end(EndedEpisode(0, {"score": 0.5}))
+
+    leader.set_scores(0, {"score": 3.0}, "")
+
+    (episode,) = leader.take_results([0])
+    leader.close()
+    assert episode.scores == {"score": 3.0, "environment_score": 0.5}
+    assert episode.uses == {"judge": [2, 1, 9]}
