@@ -88,14 +88,14 @@ def _round(server: subprocess.Popen[str], num_episodes: int) -> float:
 
 async def _play(episodes: list[tuple[int, str, str]]) -> float:
     begin = time.perf_counter()
-    await asyncio.gather(*(_episode(*episode) for episode in episodes))
+    await asyncio.gather(*(_episode(n, *episode) for n, episode in enumerate(episodes)))
     return TURNS * len(episodes) / (time.perf_counter() - begin)
 
 
-async def _episode(port: int, path: str, key: str) -> None:
-    """Three turns over one connection."""
+async def _episode(number: int, port: int, path: str, key: str) -> None:
+    """Three turns over one connection. Each episode begins with another text."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    messages = [{"role": "user", "content": "guess"}]
+    messages = [{"role": "user", "content": f"guess {number}"}]
     for _ in range(TURNS):
         body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 4}).encode()
         head = (

@@ -145,9 +145,23 @@ def reencode(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> list[
 
 def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered chats, in which the template already wrote the special tokens."""
-    if texts:
+    if not texts:
+        return []
+    if len(texts) > 1 or not _encodes_plainly(tokenizer):
         return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-    return []
+    # the same ids in a third of the time, for requests of episodes
+    return [tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False).ids]
+
+
+def _encodes_plainly(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's backend by itself gives the ids of a call with one text.
+
+    Not if an earlier call has left it cutting or padding texts, or taking special tokens for text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.split_special_tokens or backend.encode_special_tokens:
+        return False
+    return backend.truncation is None and backend.padding is None
 
 
 def _num_trailing(tokenizer: Any) -> int:
@@ -193,6 +207,11 @@ def response_texts(
     ):
         texts[index] = own if text is None else text
     return [text or "" for text in texts]
+
+
+def text_with_special(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of a row of ids, in which special tokens have their texts."""
+    return _decode(tokenizer, [ids], keeps_special=True)[0]
 
 
 def token_lengths(

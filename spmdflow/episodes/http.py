@@ -232,6 +232,8 @@ class HttpConnection(asyncio.Protocol):
         """
         if self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
+        if not self.has_left and not self._http.trailing_data[0]:
+            await self._wait(deadline)  # nothing has come, so there is nothing to parse
         event = await self._next_event(deadline)
         if not isinstance(event, h11.Request):
             raise ClientLeft

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmdflow.config.episode_models import POLICY
 from spmdflow.datasets.chat import ChatTemplate
-from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
+from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts, text_with_special
 from spmdflow.episodes.ask import Ask, Refusal
 from spmdflow.episodes.conversation import AppendOnlyTemplate, NotAppendOnly
 from spmdflow.episodes.ids import call_id, reply_name
@@ -28,8 +28,6 @@ from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
-_MOST_FORMS = 4
-"""Chat templates with the arguments of requests that an episode remembers."""
 Call = list[str]
 """A tool call: name and arguments as JSON."""
 
@@ -149,6 +147,14 @@ class _ChatForm(NamedTuple):
     reader: ReplyReader
 
 
+@lru_cache(maxsize=16)
+def _chat_form(
+    chat: ChatTemplate, end_tokens: tuple[int, ...], read_calls: CallReader | None
+) -> _ChatForm:
+    """The form of a chat template, which the episodes of a run share."""
+    return _ChatForm(chat, AppendOnlyTemplate(chat, end_tokens), ReplyReader(chat, read_calls))
+
+
 class Recorder:
     """The segments of one episode."""
 
@@ -164,8 +170,6 @@ class Recorder:
         self._tokenizer = chat.tokenizer
         self._read_calls = read_calls
         self._ends = end_tokens
-        self._forms: dict[int, _ChatForm] = {}
-        """By the identity of a `ChatTemplate`, which the form keeps."""
         self._limits = limits
         self.segments: list[Segment] = []
         self.num_turns = 0
@@ -287,13 +291,7 @@ class Recorder:
     def _form_of(self, ask: Ask) -> _ChatForm:
         """How a chat is rendered and read, with its own variables of the chat template."""
         chat = self.chat.with_arguments(ask.template_arguments)
-        if id(chat) not in self._forms:
-            recent = list(self._forms.items())[1 - _MOST_FORMS :]
-            form = _ChatForm(
-                chat, AppendOnlyTemplate(chat, self._ends), ReplyReader(chat, self._read_calls)
-            )
-            self._forms = dict([*recent, (id(chat), form)])
-        return self._forms[id(chat)]
+        return _chat_form(chat, self._ends, self._read_calls)
 
     def stop_of(self, ask: Ask, turn: Turn, response: VersionedResponse) -> str | None:
         """The stop string that ended a response; None if none did."""
@@ -339,13 +337,15 @@ class Recorder:
             (end,) = StopStrings(self._tokenizer, ask.ends).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
         size = len(tokens)
-        response = VersionedResponse(
-            drawn.id,
-            drawn.tokens[:size],
-            drawn.log_probs[:size],
-            versions=drawn.versions[:size],
-            notes=None if drawn.notes is None else drawn.notes.cut(size),
-        )
+        response = drawn
+        if size < len(drawn.tokens):
+            response = VersionedResponse(
+                drawn.id,
+                drawn.tokens[:size],
+                drawn.log_probs[:size],
+                versions=drawn.versions[:size],
+                notes=None if drawn.notes is None else drawn.notes.cut(size),
+            )
         routes = None
         if drawn.routes is not None:
             routes = drawn.routes[: len(turn.ids) + size].cpu().numpy()
@@ -353,7 +353,7 @@ class Recorder:
         if tokens[-1] in self._ends:
             reason = "stop"
         spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
-        raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
+        raw = cut_at_stop(text_with_special(self._tokenizer, spoken), ask.stop)
         said = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
         form = self._form_of(ask)
         message = form.reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
