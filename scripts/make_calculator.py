@@ -4,16 +4,16 @@
 
 Writes
 
-    calculator.train.jsonl      {"prompt": [...], "question": "What is 347 times 589?", "answer": "204383"}
+    calculator.train.jsonl      {"prompt": [...], "question": "...", "answer": "204383"}
     calculator.test.jsonl       the same, held out
-    calculator.dialogues.jsonl  {"messages": [...]}: a question, a thought with a call, the result, an answer
+    calculator.dialogues.jsonl  {"messages": [...]}: question, thought and call, result, answer
 
 for algos/calculator/tool.py, whose system prompt and results the dialogues have. No two numbers,
 in either order, occur in more than one row of all three files.
 
 In the dialogues both numbers are written in digits: they teach the call, and nothing else. In the
-questions one of the two numbers is written in words ("What is 347 times five hundred eighty-nine?"),
-which a policy must learn to read from its scores.
+questions one of the two is written in words ("What is 347 times five hundred eighty-nine?"). To
+read it is what a policy has to learn from its scores.
 """
 
 from __future__ import annotations

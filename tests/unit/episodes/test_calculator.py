@@ -95,7 +95,7 @@ def test_result_of_a_call_behind_a_thought_is_the_next_message() -> None:
     assert found == {"score": 1.0, "accuracy": 1.0, "used": 1.0, "thought": 1.0}
 
 
-def test_wrong_answer_to_a_right_result_and_right_answer_to_a_wrong_call_count_as_they_are() -> None:
+def test_only_the_answer_is_scored_whatever_the_call_was() -> None:
     assert think(CALL, "1034")[0]["score"] == 0
     assert think(CALL.replace("45", "46"), "1035")[0]["score"] == 1
 

@@ -1,4 +1,4 @@
-"""Questions with numbers in words, and dialogues that teach a call: what is in them, and how many."""
+"""Questions with numbers in words, and dialogues that teach a call: how many, and what they say."""
 
 from __future__ import annotations
 
