@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import ast
 import operator
+import random
 import re
 from typing import Any
 
 from spmdflow import ChatClient, EndpointError
-from spmdflow.rewards.control import hash_score
 
 SYSTEM = (
     "You can use a calculator: write CALC(12 * 34) and nothing after it, and you are told the "
@@ -83,14 +83,14 @@ async def episode_with_thoughts(
 async def episode_with_random_score(
     row: dict[str, Any], *, base_url: str, model: str, api_key: str, tokens_per_turn: int = 56
 ) -> dict[str, float]:
-    """`episode_with_thoughts`, whose score is a hash of the conversation, in [0, 1).
+    """`episode_with_thoughts`, whose score is a number drawn from [0, 1), seeded by what was said.
 
     Its other numbers are the true ones. The expected score is the same for every reply, so a run
     with it shows what chance does.
     """
     messages = await converse(row, base_url, model, api_key, tokens_per_turn)
-    said = "\n".join(message["content"] for message in messages[2:])
-    return measured(messages, row) | {"score": hash_score(row["question"], said)}
+    said = "\n".join(message["content"] for message in messages)
+    return measured(messages, row) | {"score": random.Random(said).random()}
 
 
 async def converse(
