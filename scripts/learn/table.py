@@ -311,7 +311,10 @@ CALCULATOR_ENTRY = Entry(
 CALCULATOR_ENTRIES = (
     CALCULATOR_ENTRY,
     replace(CALCULATOR_ENTRY, name="calculator_control", target=None).with_settings(
-        ("actor.rollout.episode.environment=algos/calculator/tool.py:episode_with_random_score",)
+        (
+            "actor.rollout.episode.environment=algos/calculator/tool.py:episode_with_random_score",
+            "total_steps=10",
+        )
     ),
 )
 
