@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from inspect import signature
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -38,7 +40,7 @@ def main() -> None:
         torch.full((len(ids),), -0.5),
         versions=torch.zeros(len(ids)).int(),
     )
-    endpoint = Endpoint(tokenizer)
+    endpoint = Endpoint(*_endpoint_arguments(tokenizer))
     threading.Thread(target=draw, args=(endpoint, response), daemon=True).start()
     number = 0
     names: list[str] = []
@@ -56,6 +58,13 @@ def main() -> None:
             told.append([url.port, url.path, arguments["api_key"]])
         print(json.dumps(told), flush=True)
     endpoint.close()
+
+
+def _endpoint_arguments(tokenizer: Any) -> list[Any]:
+    """The arguments of Endpoint in this tree: old ones take the tokenizer."""
+    if "tokenizer" in signature(Endpoint).parameters:
+        return [tokenizer]
+    return []
 
 
 def draw(endpoint: Endpoint, response: VersionedResponse) -> None:

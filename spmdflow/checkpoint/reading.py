@@ -84,6 +84,10 @@ class ModelFolders:
                 logger.info("reading %s from %s", path, folder)
         return cfg
 
+    def hold(self, folder: Path) -> bool:
+        """Lock the checkpoint that contains a folder, until `release`; False if it is gone."""
+        return folder.is_dir() and self._lock_checkpoint(folder)
+
     def release(self) -> None:
         """Release the locks, so that the checkpoints may be removed."""
         self._locks.close()
@@ -140,6 +144,20 @@ class ModelFolders:
             return False
         self._locked_checkpoints.add(checkpoint)
         return True
+
+
+@contextmanager
+def hold_checkpoint(folder: Path) -> Iterator[bool]:
+    """Keep the checkpoint that contains a folder while the context lasts.
+
+    Yields False if it has been removed, or is being removed. On a file system without locks it is
+    not protected.
+    """
+    folders = ModelFolders()
+    try:
+        yield folders.hold(folder)
+    finally:
+        folders.release()
 
 
 @contextmanager

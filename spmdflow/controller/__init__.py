@@ -34,6 +34,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | row_use, token_count | tokens of a step: trained, dropped, stale |
 | throughput_log | writes them, and facts of each start |
 | queue | rollouts that begin steps before they are learnt from |
+| ahead | calls interrupt what a generator generates for later steps |
 | sample | a few scored rows of a step, for people |
 | ending | when a run ends before its last step |
 | extending | what the answer of a call carries along of its batch |

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.schema import RunConfig
+from spmdflow.controller.ahead import RunningAhead
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.draw_count import DrawCounts
@@ -53,7 +54,7 @@ from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import MessageError
-from spmdflow.runtime.call import Call, CallRecord, Pending, Replies, Transport
+from spmdflow.runtime.call import Call, CallRecord, Pending, Replies, Transport, with_freed
 from spmdflow.runtime.executor import COMPUTE, TRANSFER
 from spmdflow.tracking.metric import merge
 from spmdflow.worker_api.register import MethodSpec
@@ -104,8 +105,7 @@ class Caller:
         """Which rows the calls of the running step were given; tokens are counted afterwards."""
         self.num_updates: Counter[str] = Counter()
         """Updates of this launch by model."""
-        self.busy: AbstractSet[int] = frozenset()
-        """Ranks whose compute lane draws for rows of later steps: other calls would wait."""
+        self.ahead = RunningAhead()
         self.captured: list[tuple[Pending, RowResult | None, Batch | None]] | None = None
         """Calls of a step that is kept (capsule.py), what they make and their inputs."""
         self.is_skipped: Callable[[Batch], bool] | None = None
@@ -235,7 +235,7 @@ class Caller:
         settings: its arguments. Returns a lazy batch of the columns that it writes.
         """
         make_postponed(batch, columns_of_map(batch, function, settings), function)
-        call = plan_map(batch, function, settings, self._context(), busy=self.busy)
+        call = plan_map(batch, function, settings, self._context(), busy=self.ahead.ranks)
         answer = self._send(call, batch)
         assert isinstance(answer, Batch)
         return answer
@@ -271,11 +271,13 @@ class Caller:
             if not ref.is_postponed:
                 result_of_ref = ref.resolve().result
                 inputs[result_of_ref.number] = result_of_ref
+        makers: set[int] = set()
         for required in call.required_rows:  # first: the rows are under way before the call
             source = inputs[required.result]
             assert isinstance(source, RowResult), source.label
+            makers |= source.answer.keys()
             self.transfers.need(source, required.columns, required.rows, step=call.step)
-        pending = self._submit(call, result, batch)
+        pending = self._submit(call, result, batch, makers=makers)
         self.uses.add(call, batch, result)
         if result is None:
             return Result(call.label, pending, call.reply_ranks, self._on_read)
@@ -313,11 +315,20 @@ class Caller:
             call = replace(call, limit_seconds=seconds)
         return self._submit(call)
 
-    def _submit(self, call: Call, result: RowResult | None = None, kept: object = None) -> Pending:
+    def _submit(
+        self,
+        call: Call,
+        result: RowResult | None = None,
+        kept: object = None,
+        *,
+        makers: AbstractSet[int] = frozenset(),
+    ) -> Pending:
         """Send a call with the freed results that its ranks must forget; return pending replies.
 
         result: the rows that it makes. It gets dtypes and lengths from the replies. kept: its
-        inputs, which are kept alive until all ranks have replied. Adds the call to `calls` and, in
+        inputs, which are kept alive until all ranks have replied. makers: the ranks that make its
+        inputs. A generator that generates ahead on the call's ranks is interrupted when these
+        ranks have made them, and goes on behind the call. Adds the call to `calls` and, in
         a step that is kept, to `captured`. MessageError if nothing was sent; then a later command
         lists the freed results.
         """
@@ -327,16 +338,17 @@ class Caller:
                 result.learn(replies)
 
         self._last_number = max(self._last_number, call.number)
-        freed = self._take_freed(call.commands)
-        try:
-            pending = self.transport.submit(_with_freed(call, freed), on_done)
-        except MessageError:  # the script may go on
-            for rank, numbers in freed.items():
-                self._unsent.setdefault(rank, []).extend(numbers)
-            raise
-        if result is not None:
-            result.pending = pending
-        self.calls.append(pending)
+        with self.ahead.interrupt_for(call, makers):
+            freed = self._take_freed(call.commands)
+            try:
+                pending = self.transport.submit(with_freed(call, freed), on_done)
+            except MessageError:  # the script may go on
+                for rank, numbers in freed.items():
+                    self._unsent.setdefault(rank, []).extend(numbers)
+                raise
+            if result is not None:
+                result.pending = pending
+            self.calls.append(pending)
         if self.captured is not None:
             self.captured.append((pending, result, kept if isinstance(kept, Batch) else None))
         return pending
@@ -436,7 +448,7 @@ class Caller:
                 "operation": "fetch",
                 "input": Input.of(result, {name: ref.stored}, own).part(),
             }
-        lane = COMPUTE if self.busy.isdisjoint(commands) else TRANSFER
+        lane = COMPUTE if self.ahead.ranks.isdisjoint(commands) else TRANSFER
         replies = self.submit(f"fetch {name}", commands, lane=lane).result()
         columns = []
         for rank in parts:
@@ -545,22 +557,3 @@ class Caller:
         result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in sources)
         self._submit(call, result, tuple(columns.values()))
         return result
-
-
-def _with_freed(call: Call, freed: Mapping[int, Sequence[int]]) -> Call:
-    """Return the call with an entry "free" in its commands: the results that each rank must forget.
-
-    Ranks that shared one command still do if they forget the same results. Without freed results,
-    returns the call itself.
-    """
-    if not freed:
-        return call
-    commands: dict[int, Mapping[str, Any]] = {}
-    shared: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
-    for rank, command in call.commands.items():
-        numbers = tuple(freed.get(rank, ()))
-        key = (id(command), numbers)
-        if key not in shared:
-            shared[key] = {**command, "free": list(numbers)} if numbers else dict(command)
-        commands[rank] = shared[key]
-    return replace(call, commands=commands)

@@ -237,13 +237,25 @@ class Flow:
         return self.keep(**{name: stream})
 
     def queue(
-        self, prompts: PromptStream, weights: WeightLink, *, max_staleness: int
+        self,
+        prompts: PromptStream,
+        weights: WeightLink,
+        *,
+        max_staleness: int,
+        batches_per_step: int = 1,
     ) -> RolloutQueue:
-        """Responses that are begun up to max_staleness steps ahead; `next(queue)` is one step's.
+        """Responses that are begun up to max_staleness steps ahead; `next(queue)` is one batch.
 
-        weights: of `connect`, whose generator draws. Checkpoints have its state.
+        weights: of `connect`, whose generator draws. batches_per_step: how often every step calls
+        `next(queue)`, at least. A step may call it more often. Checkpoints have its state.
         """
-        queue = RolloutQueue(prompts, weights, self.caller, max_staleness=max_staleness)
+        queue = RolloutQueue(
+            prompts,
+            weights,
+            self.caller,
+            max_staleness=max_staleness,
+            batches_per_step=batches_per_step,
+        )
         return self.keep(**{f"{weights.generator.name}.queue": queue})
 
     def keep(self, **things: T) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -104,7 +104,8 @@ class WeightLink:
         self._synced: int | None = None
         """Updates that the generator's weights have seen; None: not synced in this launch."""
         self._turn = 0
-        self._ranks = frozenset(generator.target.layout.ranks)
+        self.ranks = frozenset(generator.target.layout.ranks)
+        """Those of the generator."""
         policy.open_weights(peer=asdict(generator.target.layout))
         generator.open_weights(peer=asdict(policy.target.layout))
 
@@ -147,11 +148,11 @@ class WeightLink:
     def go_on(self) -> None:
         """Have the generator generate for rows of later steps until `halt`.
 
-        Does not wait. Marks the generator's ranks as busy.
+        Does not wait. Until then its ranks count as busy: a call that they get interrupts them.
         """
         self._turn = self._turn + 1
-        self._caller.busy = self._caller.busy | self._ranks
         self.generator.go_on(turn=self._turn)
+        self._caller.ahead.generations.append(self)
 
     def halt(self) -> None:
         """End `go_on`, if it is running, once the policy has run all calls that were sent before.
@@ -159,33 +160,36 @@ class WeightLink:
         Does not wait. The end of a step needs it, because it waits for every call: otherwise it
         would wait until the generator has finished all rows of later steps.
         """
-        if self._caller.busy >= self._ranks:
-            self._halt_when_policy_is_there()
+        self.interrupt(after=self._policy.target.layout.ranks)
 
-    def _halt_when_policy_is_there(self) -> None:
-        """End `go_on` once every rank of the policy has run all calls that were sent before.
+    def interrupt(self, *, after: Iterable[int] = ()) -> None:
+        """End `go_on`, if it is running, once some ranks have run all calls that were sent before.
 
-        Sends "reach" to the policy's compute lanes. When all have replied, sends "halt" to the
-        generator's transfer lanes. Does not wait; the generator's ranks no longer count as busy at
-        once.
+        Does not wait. The rows that are generated keep their tokens and their places in the
+        generator. after: these ranks; without any, it ends at once. Sends "reach" to their compute
+        lanes. When all have replied, sends "halt" to the generator's transfer lanes. The
+        generator's ranks no longer count as busy at once.
         """
         caller = self._caller
-        generator = self.generator
-        turn = self._turn
-        caller.busy -= self._ranks
+        if self not in caller.ahead.generations:
+            return
+        caller.ahead.generations.remove(self)
+        halt = self._call_of_turn(self.generator.name, "halt", TRANSFER, self.ranks)
+        if not after:
+            caller.transport.submit(halt)
+            return
 
-        def call_of(target: WorkerGroup, operation: str, lane: str) -> Call:
-            """Return a call of an operation, without rows, to every rank of a group."""
-            command = {"operation": operation, "group": generator.name, "turn": turn}
-            commands = dict.fromkeys(target.target.layout.ranks, command)
-            label = f"{target.name}.{operation}"
-            limit = caller.transfers.seconds
-            return Call(caller.next_number(), lane, label, commands, limit, step=caller.step)
-
-        halt = call_of(generator, "halt", TRANSFER)
-        reach = call_of(self._policy, "reach", COMPUTE)
-
-        def is_there(_: Replies) -> None:
+        def are_there(_: Replies) -> None:
             caller.transport.submit(halt)
 
-        caller.transport.submit(reach, is_there)
+        reach = self._call_of_turn(self._policy.name, "reach", COMPUTE, after)
+        caller.transport.submit(reach, are_there)
+
+    def _call_of_turn(self, name: str, operation: str, lane: str, ranks: Iterable[int]) -> Call:
+        """Return a call without rows to these ranks, about the turn of `go_on`."""
+        caller = self._caller
+        command = {"operation": operation, "group": self.generator.name, "turn": self._turn}
+        commands = dict.fromkeys(ranks, command)
+        label = f"{name}.{operation}"
+        limit = caller.transfers.seconds
+        return Call(caller.next_number(), lane, label, commands, limit, step=caller.step)

@@ -194,6 +194,8 @@ def plan_method(
     numbers = {}
     if spec.draws:
         numbers["generation"] = draw(data.ids, greedy=bool(arguments.get("greedy")))
+    if spec.parents:
+        numbers["parents"] = data.parents
     return _plan_rows(label, spec.writes, head, data, inputs, assignment, context, numbers)
 
 

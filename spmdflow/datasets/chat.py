@@ -20,11 +20,12 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from spmdflow.config.schema import AUTO, TRUSTED_ROLES
 from spmdflow.datasets.time_limit import OutOfTime, TimeLimit
@@ -56,6 +57,8 @@ _time_limit = TimeLimit(seconds=30)
 """Limit for rendering one conversation."""
 _MOST_RECENT = 4
 """Rendered conversations that a template remembers."""
+_MOST_VARIANTS = 8
+"""Sets of further arguments that a template remembers."""
 
 
 class ChatTemplate:
@@ -85,8 +88,45 @@ class ChatTemplate:
         self._trusted_roles = frozenset(trusted_roles)
         self._special = _special_texts(tokenizer)
         self._pattern = _pattern_of(self._special)
+        self._request_arguments: dict[str, Any] = {}
+        """Those of `with_arguments`. Special tokens in their texts stay text."""
+        self._variants: dict[str, ChatTemplate] = {}
+        """Further arguments as JSON -> the template with them."""
         self._recent: dict[str, str] = {}
         """What was rendered recently -> its text: a conversation is often rendered again soon."""
+
+    def with_arguments(self, arguments: Mapping[str, Any] | None) -> ChatTemplate:
+        """Return the template with further arguments, which replace those of `__init__`.
+
+        arguments: JSON values, as a client of an episode sends them. Special tokens in their texts
+        stay text. The result is this object if they change nothing. The last 8 sets of arguments
+        are remembered.
+        """
+        changed = {}
+        for name, value in (arguments or {}).items():
+            if name not in self._arguments or self._arguments[name] != value:
+                changed[name] = value
+        if not changed:
+            return self
+        key = json.dumps(changed, sort_keys=True)
+        variant = self._variants.pop(key, None)
+        if variant is None:
+            variant = copy(self)
+            variant._request_arguments = changed
+            variant._variants = {}
+            variant._recent = {}
+        recent = list(self._variants.items())[1 - _MOST_VARIANTS :]
+        self._variants = dict([*recent, (key, variant)])
+        return variant
+
+    @property
+    def request_arguments(self) -> Mapping[str, Any]:
+        """The arguments in which this template differs from the run's (`with_arguments`)."""
+        return self._request_arguments
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads a variable (or an attribute) of this name."""
+        return name in _names_in(str(self.tokenizer.chat_template or ""))
 
     def render(
         self,
@@ -123,9 +163,12 @@ class ChatTemplate:
             is_trusted = message.get("role") in self._trusted_roles
             hidden.append(message if is_trusted else self._hide_special_texts(message))
         hidden_tools = self._hide_special_texts(tools)
-        text = self._render(hidden, answered, hidden_tools)
-        is_changed = hidden != messages or hidden_tools != tools
-        if is_changed and self.remove_placeholders(text) != self._render(messages, answered, tools):
+        arguments = self._request_arguments
+        hidden_arguments = self._hide_special_texts(arguments)
+        text = self._render(hidden, answered, hidden_tools, hidden_arguments)
+        if hidden == messages and hidden_tools == tools and hidden_arguments == arguments:
+            return text
+        if self.remove_placeholders(text) != self._render(messages, answered, tools, arguments):
             raise DataError(
                 f"{self._label} writes other text where a message contains the text of a special "
                 f"token, expected it to copy messages; remove that text from the message"
@@ -185,8 +228,17 @@ class ChatTemplate:
     def _label(self) -> str:
         return f"the chat template of the tokenizer {self.tokenizer.name_or_path!r}"
 
-    def _render(self, messages: list[Message], answered: bool, tools: list[Any] | None) -> str:
-        """Run the template; DataError if it fails or takes more than 30 s of CPU time."""
+    def _render(
+        self,
+        messages: list[Message],
+        answered: bool,
+        tools: list[Any] | None,
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Run the template; DataError if it fails or takes more than 30 s of CPU time.
+
+        arguments: further ones, which replace those of the run.
+        """
 
         def run_template() -> str:
             return str(
@@ -195,7 +247,7 @@ class ChatTemplate:
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=not answered,
-                    **self._arguments,
+                    **{**self._arguments, **arguments},
                 )
             )
 
@@ -271,6 +323,16 @@ class ChatTemplate:
         """Rendered text with the template's special tokens in the spellings of the copy."""
         assert self._pattern is not None, "no special tokens, so no placeholders"
         return self.remove_placeholders(self._pattern.sub(lambda match: match[0] + _SPELLING, text))
+
+
+@lru_cache(maxsize=4)
+def _names_in(template: str) -> frozenset[str]:
+    """Return the names in the code of a jinja template; none if it cannot be read."""
+    try:
+        tokens = list(Environment().lex(template))
+    except TemplateSyntaxError:
+        return frozenset()
+    return frozenset(value for _, kind, value in tokens if kind == "name")
 
 
 def _special_texts(tokenizer: Any) -> tuple[str, ...]:

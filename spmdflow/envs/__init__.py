@@ -9,5 +9,6 @@ library only when it is used. This package does not know tokens or ranks.
   openenv   environments of OpenEnv, behind a URL
   reasoning tasks of reasoning-gym, and their reward
   textarena games of TextArena
+  verifiers environments of verifiers, and their tasks as rows
   tools     a class with `reset(**row)`, public methods as tools and `get_reward()`
 """

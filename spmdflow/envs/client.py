@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import ssl
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
+
+CERTIFICATE_VARIABLE = "SPMDFLOW_EPISODE_CERTIFICATE"
+"""Environment variable with the path of the endpoint's self-signed certificate, if it has one."""
 
 
 class EndpointError(Exception):
@@ -33,7 +39,11 @@ def named_url(base_url: str, name: str) -> str:
 
 
 class ChatClient:
-    """A client with one connection, for use in `async with`."""
+    """A client with one connection, for use in `async with`.
+
+    At an https URL it trusts what the system trusts, and the certificate that CERTIFICATE_VARIABLE
+    names, as worker processes of environments have it.
+    """
 
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter | None = None
@@ -43,7 +53,8 @@ class ChatClient:
         """Does not connect yet. name: of a player or a subagent, see `named_url`."""
         url = urlsplit(named_url(base_url, name) if name else base_url)
         self._host = url.hostname
-        self._port = url.port
+        self._is_secure = url.scheme == "https"
+        self._port = url.port or (443 if self._is_secure else 80)
         self._path = url.path.rstrip("/")
         self._model = model
         self._key = api_key
@@ -94,7 +105,11 @@ class ChatClient:
         """Return the connection; open a new one if there is none or the endpoint closed it."""
         if self._writer is None or self._reader.at_eof():
             self._disconnect()
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+            tls = None
+            if self._is_secure:
+                tls = _trusting_context(os.environ.get(CERTIFICATE_VARIABLE))
+            opened = await asyncio.open_connection(self._host, self._port, ssl=tls)
+            self._reader, self._writer = opened
         return self._writer
 
     def _disconnect(self) -> None:
@@ -102,3 +117,15 @@ class ChatClient:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+@lru_cache
+def _trusting_context(certificate_path: str | None) -> ssl.SSLContext:
+    """What a client trusts: the system's authorities and this certificate. Made once: it is slow.
+
+    OSError if the file cannot be read.
+    """
+    context = ssl.create_default_context()
+    if certificate_path is not None:
+        context.load_verify_locations(certificate_path)
+    return context

@@ -10,8 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from spmdflow.config.data_check import OWN_TEMPLATE_ARGUMENTS
+from spmdflow.config.episode_models import POLICY
 from spmdflow.rollout.generator import Finished
 from spmdflow.rollout.sampling import Grammar
 
@@ -66,6 +70,15 @@ class ToolChoice:
     """The function that must be called. Empty: any of the offered ones."""
 
 
+class EarlierReply(NamedTuple):
+    """A reply that a later request of the episode may name by its id and continue."""
+
+    messages: list[Message]
+    """All messages up to it, the reply included."""
+    tools: list[Any] | None
+    """Those that its request offered."""
+
+
 @dataclass(frozen=True)
 class Ask:
     """A request for a chat or a completion."""
@@ -91,10 +104,22 @@ class Ask:
     """Whether the reply ends with its first call."""
     num_instructions: int = 0
     """Messages at the beginning that belong to this request alone."""
+    is_kept: bool = False
+    """Whether a later request may continue the reply by its id alone (Anthropic's threads)."""
+    kept_tools: list[Any] | None = None
+    """The tools that such a request has if it names none."""
     is_legacy: bool = False
     """Whether tools came as `functions`, so that a call goes back as `function_call`."""
     name: str = ""
     """Of the request's URL: a player or a subagent. Empty: none."""
+    model: str = POLICY
+    """Name of the model that replies."""
+    num_choices: int = 1
+    """How many replies are generated to the same prompt."""
+    template_arguments: Mapping[str, Any] | None = None
+    """Variables of the chat template, which replace those of the run."""
+    reasoning_effort: str | None = None
+    """How long the model shall think, for chat templates that read it."""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -122,6 +147,24 @@ class Reply:
     """The stop string that ended it."""
     top_pieces: tuple[tuple[str, ...], ...] = ()
     """Text of the likeliest tokens at each position, if they are requested."""
+    counts: tuple[int, int] | None = None
+    """Tokens of prompt and reply, of a reply whose tokens are not known here."""
+
+    @classmethod
+    def of_text(cls, name: str, message: Message, reason: str, counts: tuple[int, int]) -> Reply:
+        """A reply of a server outside of the run, of which only the text is known."""
+        drawn = Finished(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+        return cls(name, message, reason, [], drawn, [], counts=counts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids) if self.counts is None else self.counts[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the reply."""
+        return len(self.drawn.tokens) if self.counts is None else self.counts[1]
 
 
 def warn_of_ignored(body: Mapping[str, Any], supported: Set[str], warned_fields: set[str]) -> None:
@@ -158,6 +201,33 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
     if len(limits) > 1 or not all(type(limit) is int and limit > 0 for limit in limits):
         raise Refusal(f"{names[0]}: got {sorted(map(str, limits))}, expected one number above 0")
     return next(iter(limits), None)
+
+
+def read_template_arguments(value: object) -> dict[str, Any] | None:
+    """The variables of the chat template in the field chat_template_kwargs; None: there are none.
+
+    Refusal unless it is an object whose names are identifiers that the rendering does not set
+    itself.
+    """
+    if value is None or value == {}:
+        return None
+    if not isinstance(value, dict):
+        got = type(value).__name__
+        raise Refusal(f"chat_template_kwargs: got {got}, expected an object of variables")
+    for name in value:
+        if not name.isidentifier() or name in OWN_TEMPLATE_ARGUMENTS:
+            raise Refusal(
+                f"chat_template_kwargs: got {name!r}, expected variables that the chat template "
+                f"reads and the endpoint does not set itself; leave it out"
+            )
+    return value
+
+
+def read_effort(field: str, value: object) -> str | None:
+    """How long the model shall think, as a word; None: nothing is said. Refusal otherwise."""
+    if value is None or isinstance(value, str):
+        return value
+    raise Refusal(f"{field}: got {value!r}, expected a word such as low, medium or high")
 
 
 def read_stop(field: str, value: object) -> tuple[str, ...]:

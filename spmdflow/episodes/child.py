@@ -1,7 +1,9 @@
 """The worker process of environments: runs many episodes in one event loop.
 
-Messages are lines of JSON. In: {"functions": [[name, arguments]]}, then {"run": number, "seconds":
-limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...} or {"cancel": number}. Out:
+Messages are lines of JSON. In: {"functions": [[name, arguments]], "judge": [name, arguments] or
+null, "certificate": path or null}, then {"run": number, "seconds": limit, "row": {...}, "base_url":
+..., "model": ..., "api_key": ...}, with "judge": true for a call of the judge (judgement.py), or
+{"cancel": number}. Out:
 {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
 {"ended": number} with "scores" and "parts" (parts.py), with "failed", or neither if the environment
 returned None, and {"forked": number} from a child process that an environment forked and that kept
@@ -18,8 +20,10 @@ import selectors
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from spmdflow.envs.client import CERTIFICATE_VARIABLE
+from spmdflow.episodes.judgement import load_judge
 from spmdflow.episodes.parts import parts_of
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
@@ -51,14 +55,14 @@ def main(socket_fd: int, stack_fd: int) -> None:
     request. A child that an environment forks exits when it would enter the event loop.
     """
     channel = open_channel(socket_fd, stack_fd)
-    forks = _Forks(channel.fileno())
+    forks = Forks(channel.fileno())
     with asyncio.Runner(
-        loop_factory=lambda: asyncio.SelectorEventLoop(_UnsharedSelector(forks))
+        loop_factory=lambda: asyncio.SelectorEventLoop(UnsharedSelector(forks))
     ) as runner:
         runner.run(_serve(channel, forks))
 
 
-class _Forks:
+class Forks:
     """Ends a child process that an environment forked once it enters the event loop.
 
     It would share the event loop's descriptors, and end every episode a second time.
@@ -87,10 +91,10 @@ class _Forks:
         os._exit(1)
 
 
-class _UnsharedSelector(selectors.DefaultSelector):
+class UnsharedSelector(selectors.DefaultSelector):
     """A selector that waits only in the process that created it, not in forked children."""
 
-    def __init__(self, forks: _Forks) -> None:
+    def __init__(self, forks: Forks) -> None:
         super().__init__()
         self._forks = forks
 
@@ -100,7 +104,7 @@ class _UnsharedSelector(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-async def _serve(channel: Any, forks: _Forks) -> None:
+async def _serve(channel: Any, forks: Forks) -> None:
     """Reads messages from the pool and runs an episode for each call, until the socket is closed.
 
     First loads the environment and sends {"ready": ...}; if that fails, sends the cause and
@@ -113,12 +117,12 @@ async def _serve(channel: Any, forks: _Forks) -> None:
         forks.leave_if_forked()
         writer.write(encode(message).encode() + b"\n")
 
-    ((name, arguments),) = decode((await reader.readline()).decode())["functions"]
-    function = load_or_report(load_environment, name, arguments, tell)
-    if function is None:
+    request = decode((await reader.readline()).decode())
+    functions = load_functions(request, tell)
+    if functions is None:
         await writer.drain()
         return
-    tell({"ready": [locate_definition(function)]})
+    tell({"ready": [locate_definition(functions.environment)]})
     running: dict[int, asyncio.Task[None]] = {}
     while line := await reader.readline():
         call = decode(line.decode())
@@ -127,7 +131,8 @@ async def _serve(channel: Any, forks: _Forks) -> None:
                 task.cancel()
             continue
         number = call.pop("run")
-        running[number] = asyncio.create_task(_run(function, number, call, tell))
+        function = functions.of_call(call)
+        running[number] = asyncio.create_task(run_episode(function, number, call, tell))
         running[number].add_done_callback(partial(_drop_task, running, number))
 
 
@@ -135,7 +140,40 @@ def _drop_task(running: dict[int, asyncio.Task[None]], number: int, _: object) -
     running.pop(number)
 
 
-async def _run(
+class EpisodeFunctions(NamedTuple):
+    """What the calls of a worker process run."""
+
+    environment: Environment
+    judge: Environment | None
+    """See `load_judge`. None: there is none."""
+
+    def of_call(self, call: dict[str, Any]) -> Environment:
+        """The function that a call runs; removes "judge" from it."""
+        if call.pop("judge", False):
+            assert self.judge is not None, "the pool calls only a judge that it has named"
+            return self.judge
+        return self.environment
+
+
+def load_functions(
+    request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]
+) -> EpisodeFunctions | None:
+    """Loads the functions that the pool's first message names; None if that failed, which is told.
+
+    Sets the environment variable for the certificate first.
+    """
+    if request["certificate"] is not None:
+        os.environ[CERTIFICATE_VARIABLE] = request["certificate"]
+    ((name, arguments),) = request["functions"]
+    environment = load_or_report(load_environment, name, arguments, tell)
+    if environment is None or request["judge"] is None:
+        return environment and EpisodeFunctions(environment, None)
+    name, arguments = request["judge"]
+    judge = load_or_report(load_judge, name, arguments, tell)
+    return judge and EpisodeFunctions(environment, judge)
+
+
+async def run_episode(
     function: Environment, number: int, call: dict[str, Any], tell: Callable[..., None]
 ) -> None:
     """Runs one episode, and sends {"ended": number} with its scores or the cause of its failure.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdflow.episodes.ask import Ask, Message, Refusal, Reply
+from spmdflow.config.episode_models import POLICY
+from spmdflow.episodes.ask import Ask, EarlierReply, Refusal, Reply
 
-MODEL = "policy"
-"""Name of the model. Requests with any other name use the same weights."""
+MODEL = POLICY
+"""Name of the model that is trained. It also answers names that are not set up."""
 NO_EVENT = b": the reply is being generated\n\n"
 """A comment of an event stream, which parsers skip."""
 
@@ -21,10 +22,14 @@ NO_EVENT = b": the reply is being generated\n\n"
 class EventStream(ABC):
     """The events of one streamed reply, as the bytes that are sent.
 
-    First `begin`, then `add_text` for each new piece of the reply's text, then `end`.
+    First `begin`, then `add_thought` for each new piece of the reply's thought, `add_text` for each
+    new piece of its text, then `end`, and `close` once for a request. A request with several
+    choices has a stream for each.
     """
 
     def __init__(self) -> None:
+        self.sent_thought = ""
+        """What `add_thought` got so far."""
         self.sent = ""
         """Text that `add_text` got so far."""
 
@@ -33,28 +38,46 @@ class EventStream(ABC):
         """The events before the first text."""
 
     @abstractmethod
+    def write_thought(self, more: str) -> bytes:
+        """The events for more of the thought, which is not empty and comes before all text."""
+
+    @abstractmethod
     def write_text(self, more: str) -> bytes:
         """The events for more text, which is not empty."""
 
     @abstractmethod
     def finish(self, reply: Reply) -> bytes:
-        """The events after all of the reply's text: its calls, why it ended, and its size."""
+        """The events after all of the reply's thought and text: its calls, why it ended, and its
+        size."""
+
+    def close(self, replies: Sequence[Reply]) -> bytes:
+        """The events after the last of all replies of the request; none in most dialects."""
+        return b""
 
     @abstractmethod
     def fail(self, refusal: Refusal) -> bytes:
         """The event for a failure after the stream has begun."""
+
+    def add_thought(self, more: str) -> bytes:
+        """The events for more of the thought; none for nothing, or if text was sent."""
+        if not more or self.sent:
+            return b""
+        self.sent_thought += more
+        return self.write_thought(more)
 
     def add_text(self, more: str) -> bytes:
         """The events for more text; none for no text."""
         self.sent += more
         return self.write_text(more) if more else b""
 
-    def end(self, reply: Reply) -> bytes:
-        """The events for the remaining text and the end of a reply."""
-        content = reply.message.get("content") or ""
+    def end(self, reply: Reply, text: str) -> bytes:
+        """The events for what remains of a reply, and its end. text: all of its text."""
         rest = b""
-        if content.startswith(self.sent):
-            rest = self.add_text(content[len(self.sent) :])
+        thought = reply.message.get("reasoning_content") or ""
+        if thought.startswith(self.sent_thought):
+            rest += self.add_thought(thought[len(self.sent_thought) :])
+        if text.startswith(self.sent):
+            rest += self.add_text(text[len(self.sent) :])
         return rest + self.finish(reply)
 
 
@@ -63,11 +86,11 @@ class ApiDialect(ABC):
 
     @abstractmethod
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """The Ask for the JSON body of a request; Refusal if it cannot be met as it stands.
 
-        past: id of an earlier reply -> the messages up to it. warned_fields: names of ignored
+        past: id of an earlier reply -> what can be continued. warned_fields: names of ignored
         fields that were logged; names are added.
         """
 
@@ -75,9 +98,18 @@ class ApiDialect(ABC):
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
         """The answer that is not streamed, as JSON."""
 
+    def answer_choices(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The answer with all choices of a request; most dialects have one."""
+        (reply,) = replies
+        return self.answer(ask, reply)
+
     @abstractmethod
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
         """A stream for a reply with this name (`Reply.name`)."""
+
+    def stream_choices(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> list[EventStream]:
+        """A stream for each choice of a request; most dialects have one. name: of the first."""
+        return [self.stream(ask, name=name, num_prompt_tokens=num_prompt_tokens)]
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """The answer to a request that is refused, as JSON; in OpenAI's form."""
@@ -85,8 +117,8 @@ class ApiDialect(ABC):
         fields = {"message": str(refusal), "type": kind, "code": refusal.code, "param": None}
         return {"error": fields}
 
-    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, list[Message]] | None:
-        """(id, messages) that a later request may refer to by that id; None: it cannot."""
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, EarlierReply] | None:
+        """(id, what a later request may continue by that id); None: it cannot."""
         return None
 
 

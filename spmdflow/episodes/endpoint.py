@@ -1,9 +1,10 @@
-"""The endpoint of a rank: HTTP on loopback, in a thread with its own event loop.
+"""The endpoint of a rank: HTTP or HTTPS, in a thread with its own event loop.
 
     http://127.0.0.1:PORT/episodes/ID/v1/chat/completions   also /responses, /messages, ...
 
-The system chooses the port. An episode's id is random and valid until the episode ends. Its key is
-a second random value; if a request has a key, it must be that of the episode. Limits: size of a
+`address` says where it listens. An episode's id is random and valid until the episode ends. Its key
+is a second random value; if a request has a key, it must be that of the episode. Where clients of
+other machines can connect, every request needs it. Limits: size of a
 request; connections and refused requests of one episode; number and time of connections that have
 not named an episode; time of slow clients. An unexpected error is logged, answered with status 500,
 and fails the episode whose request caused it.
@@ -20,12 +21,16 @@ import logging
 import queue
 import secrets
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from spmdflow.config.endpoint import EndpointConfig
+from spmdflow.episodes.address import EndpointAddress, open_address
 from spmdflow.episodes.ask import Refusal
 from spmdflow.episodes.connections import (
     ClientConnection,
@@ -34,17 +39,15 @@ from spmdflow.episodes.connections import (
 )
 from spmdflow.episodes.dialect import MODEL, ApiDialect
 from spmdflow.episodes.fields import ChatDialect, CompletionDialect
-from spmdflow.episodes.generation import (
-    AbandonedRequest,
-    GenerationRequest,
-    ReplyGenerator,
-    RunningEpisode,
-)
+from spmdflow.episodes.generation import ModelUse, OtherModels, ReplyGenerator, RunningEpisode
 from spmdflow.episodes.guided import GuidedReplies
 from spmdflow.episodes.http import ClientLeft, HttpConnection, HttpRequest, MalformedRequest
 from spmdflow.episodes.messages import MessagesDialect
+from spmdflow.episodes.named_model import NamedModels
+from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.episodes.responses import ResponsesDialect
+from spmdflow.episodes.server_call import ServerCalls
 from spmdflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -120,15 +123,19 @@ class Endpoint:
 
     def __init__(
         self,
-        tokenizer: Any,
         *,
+        address: EndpointAddress | None = None,
         limits: ConnectionLimits | None = None,
         guided: GuidedReplies | None = None,
+        models: NamedModels | None = None,
+        server_keys: Mapping[str, str] | None = None,
     ) -> None:
-        """Opens the port and starts the thread.
+        """Listens and starts the thread.
 
-        tokenizer: from transformers. limits: of connections; None: the defaults. guided: what
-        replies can be made to conform to; None: calls in the form <tool_call>.
+        address: None: loopback, at a port that the system chooses. It is closed with the endpoint.
+        limits: of connections; None: the defaults. guided: what replies can be made to conform to;
+        None: calls in the form <tool_call>. models: those besides the policy. server_keys: model ->
+        key of its server.
         """
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.wake, self._waker = socket.socketpair()
@@ -141,41 +148,60 @@ class Endpoint:
         """By key."""
         self._limits = limits or ConnectionLimits()
         self._connections = Connections(self._limits)
-        self._replies = ReplyGenerator(tokenizer, guided or GuidedReplies(), self._post)
+        self._models = models or NamedModels()
+        self._servers = ServerCalls(server_keys)
+        self._replies = ReplyGenerator(
+            guided or GuidedReplies(), self._post, self._models, self._servers
+        )
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
+        self._tls_warning = RareWarning()
+        self._address = address or open_address(EndpointConfig())
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(self._listen())
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        self.port: int = self._address.port
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
 
     async def _listen(self) -> asyncio.Server:
         return await self._loop.create_server(
-            lambda: HttpConnection(self._serve), "127.0.0.1", 0, backlog=_BACKLOG
+            lambda: HttpConnection(self._serve, tls=self._address.tls),
+            sock=self._address.listener,
+            backlog=_BACKLOG,
         )
 
-    def open(self, number: int, recorder: Recorder) -> tuple[str, dict[str, str]]:
+    def open(
+        self, number: int, recorder: Recorder, others: OtherModels | None = None
+    ) -> tuple[str, dict[str, str]]:
         """Registers an episode. Returns its id, and its base_url, model and api_key.
 
         Id and key are random; the three values are the arguments of the environment. number: the
-        episode's number in GenerationRequest and EpisodeFault.
+        episode's number in GenerationRequest and EpisodeFault. others: what it needs for models
+        that are not the policy.
         """
         name = secrets.token_urlsafe(24)
-        episode = self._episodes[name] = RunningEpisode(number, name, recorder)
+        episode = self._episodes[name] = RunningEpisode(number, name, recorder, others)
         self._owners[episode.key] = episode
-        url = f"http://127.0.0.1:{self.port}/episodes/{name}/v1"
+        url = f"{self._address.url}/episodes/{name}/v1"
         return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
 
-    def forget(self, name: str) -> None:
-        """Ends an episode: later requests with its id are refused, and its connections become idle.
+    def forget(self, name: str) -> dict[str, ModelUse]:
+        """Ends an episode: later requests with its id are refused, its connections become idle, and
+        its requests to servers are cancelled.
 
-        Does nothing for an unknown id.
+        Returns how often it used models that are not the policy; {} for an unknown id.
         """
         episode = self._episodes.pop(name, None)
-        if episode is not None:
-            del self._owners[episode.key]
-            self._loop.call_soon_threadsafe(self._connections.end_episode, name)
+        if episode is None:
+            return {}
+        del self._owners[episode.key]
+        self._loop.call_soon_threadsafe(self._end_episode, episode)
+        return episode.uses
+
+    def _end_episode(self, episode: RunningEpisode) -> None:
+        self._connections.end_episode(episode.name)
+        for call in episode.calls:
+            call.cancel()
 
     def close(self) -> None:
         """Stops the thread and closes all connections. May be called repeatedly."""
@@ -184,6 +210,7 @@ class Endpoint:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._address.close()
         self.wake.close()
         self._waker.close()
 
@@ -200,6 +227,7 @@ class Endpoint:
             task.cancel()
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.run_until_complete(self._servers.close())
 
     def _post(self, item: InboxItem) -> None:
         self.inbox.put(item)
@@ -214,17 +242,24 @@ class Endpoint:
         """Serves the requests of one connection, one after another, until it is closed.
 
         Returns without an error if the client disconnects, misses its deadline or does not speak
-        HTTP. Warns, at most once a minute, if this connection displaced another one.
+        HTTP or TLS. Warns, at most once a minute, if this connection displaced another one, or if
+        its TLS failed.
         """
         now = self._loop.time()
         connection, displaces = self._connections.admit(http.abort, now, http.address)
         if displaces:
             self._stranger_warning.warn("too many idle connections; the oldest was closed")
         try:
+            await http.start_tls(now + self._limits.stranger_seconds)
             while await self._exchange(connection, http):
                 self._connections.rest(connection)
         except ClientLeft:
             pass  # it has disconnected, or was too slow
+        except ssl.SSLError as err:
+            self._tls_warning.warn(
+                f"a client could not begin TLS ({err.reason or err}); if it is one of an "
+                f"environment, give it an https URL and the certificate to trust"
+            )
         finally:
             self._connections.drop(connection)
             http.close()
@@ -270,12 +305,13 @@ class Endpoint:
         """Returns the running episode with the id `name`, unless the key is wrong.
 
         Refusal (404) if there is no such episode, or (401) if the key is unknown or another
-        episode's. A request without a key is accepted. A refusal counts against the episode that
-        owns the key, and is logged.
+        episode's. A request without a key is accepted, unless clients of other machines can
+        connect. A refusal counts against the episode that owns the key, and is logged.
         """
         episode = self._episodes.get(name)
         owner = self._owners.get(key)
-        if episode is None or (key and owner is not episode):
+        is_open = not key and not self._address.needs_key
+        if episode is None or not (is_open or owner is episode):
             if owner:
                 who = f"row {owner.number} of this rank"
             else:
@@ -284,7 +320,10 @@ class Endpoint:
             if owner is not None:
                 self._count_refusal(owner, Refusal("another's episode"))
             status = 404 if episode is None else 401
-            raise Refusal("got no running episode of this client", status=status, code="not_found")
+            text = "got no running episode of this client"
+            if episode is not None and not key:
+                text = "the request has no key; send the episode's api_key as Authorization: Bearer"
+            raise Refusal(text, status=status, code="not_found")
         return episode
 
     def _claim(self, connection: ClientConnection, episode: RunningEpisode) -> None:
@@ -327,7 +366,7 @@ class Endpoint:
         becomes a Refusal (400). Any other error is reported by `_report_unexpected`.
         """
         if route == "models" or route.startswith("models/"):
-            http.reply(json.dumps(_models(route)).encode())
+            http.reply(json.dumps(_models(route, self._models.names())).encode())
             return
         if route not in DIALECTS:
             got = f"the path {route!r}"
@@ -339,8 +378,7 @@ class Endpoint:
         dialect = DIALECTS[route]
         try:
             if route == "messages/count_tokens":
-                ask = self._replies.read(dialect, body, episode)
-                count = episode.recorder.count_tokens(ask)
+                count = self._replies.count_tokens(dialect, body, episode)
                 http.reply(json.dumps({"input_tokens": count}).encode())
                 return
             await self._replies.reply(episode, speaker, dialect, body, http)
@@ -366,21 +404,29 @@ class Endpoint:
         return Refusal(text, status=500, code="internal_error")
 
 
-def _models(route: str) -> dict[str, Any]:
-    """The answer to models or models/NAME, with the fields that both OpenAI and Anthropic have."""
-    entry = {
-        "id": MODEL,
+def _models(route: str, names: list[str]) -> dict[str, Any]:
+    """The answer to models or models/NAME, with the fields that both OpenAI and Anthropic have.
+
+    A name that is none of `names` is the policy's, because it answers requests with that name.
+    """
+    if route == "models":
+        entries = [_model(name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return {"object": "list", "data": entries, **ends}
+    name = unquote(route.removeprefix("models/"))
+    return _model(name if name in names else MODEL)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "spmdflow",
         "type": "model",
-        "display_name": MODEL,
+        "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
     }
-    if route != "models":
-        return entry
-    ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
-    return {"object": "list", "data": [entry], **ends}
 
 
 def _key_of(request: HttpRequest) -> str:

@@ -8,25 +8,27 @@ run apply, so that the recorded policy is the trained one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdflow.episodes.ask import (
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
     ToolChoice,
     function_tool,
     read_choice,
+    read_effort,
     read_limit,
     read_messages,
     read_object,
     read_stop,
+    read_template_arguments,
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import (
-    MODEL,
     ApiDialect,
     EventStream,
     check_log_probs,
@@ -38,6 +40,7 @@ _SUPPORTED = {
     "add_generation_prompt",
     "audio",
     "best_of",
+    "chat_template_kwargs",
     "continue_final_message",
     "echo",
     "function_call",
@@ -51,6 +54,7 @@ _SUPPORTED = {
     "n",
     "parallel_tool_calls",
     "prompt",
+    "reasoning_effort",
     "response_format",
     "return_token_ids",
     "stop",
@@ -61,9 +65,9 @@ _SUPPORTED = {
     "tools",
     "top_logprobs",
 }
+_OF_CHATS = {"chat_template_kwargs", "reasoning_effort"}
+"""Fields that have no meaning for a completion."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
     "continue_final_message": (None, False),
@@ -72,6 +76,8 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
 }
 """The values of fields that would otherwise ask for something that is not recorded."""
+MOST_CHOICES = 64
+"""Largest n of a request."""
 
 
 def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
@@ -83,7 +89,7 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
     each. warned_fields: names of fields that were logged; names are added.
     """
     fields = read_object(body)
-    warn_of_ignored(fields, _SUPPORTED, warned_fields)
+    warn_of_ignored(fields, _SUPPORTED if chat else _SUPPORTED - _OF_CHATS, warned_fields)
     for name, values in _ALLOWED.items():
         if fields.get(name) not in values:
             raise Refusal(f"{name}: got {fields[name]!r}, expected {values[-1]!r} or nothing")
@@ -119,7 +125,25 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
         choice=choice,
         one_call=one_call,
         is_legacy=tools is not None and "functions" in fields and "tools" not in fields,
+        num_choices=_read_num_choices(fields),
+        template_arguments=read_template_arguments(fields.get("chat_template_kwargs")),
+        reasoning_effort=read_effort("reasoning_effort", fields.get("reasoning_effort")),
     )
+
+
+def _read_num_choices(fields: Mapping[str, Any]) -> int:
+    """The field n; 1 without it. Refusal for anything but 1 to 64, and for another best_of."""
+    number = 1 if fields.get("n") is None else fields["n"]
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if type(number) is not int or not 1 <= number <= MOST_CHOICES:
+        raise Refusal(f"n: got {number!r}, expected a whole number from 1 to {MOST_CHOICES}")
+    if fields.get("best_of") not in (None, number):
+        raise Refusal(
+            f"best_of: got {fields['best_of']!r}, expected n={number} or nothing: all replies "
+            f"that are generated are returned"
+        )
+    return number
 
 
 def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice | None]:
@@ -178,42 +202,61 @@ class ChatDialect(ApiDialect):
     """`/v1/chat/completions`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         return parse_request(body, chat=True, warned_fields=warned_fields)
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
         """See ApiDialect.answer."""
-        choice = _choice(ask, reply)
-        choice["message"] = _message(ask, reply)
-        head = _head("chat.completion", reply.name)
-        return head | _prompt_ids(ask, reply) | {"choices": [choice], "usage": _usage(reply)}
+        return self.answer_choices(ask, [reply])
+
+    def answer_choices(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+        """See ApiDialect.answer_choices."""
+        choices = []
+        for index, reply in enumerate(replies):
+            choices.append(_choice(ask, reply, index) | {"message": _message(ask, reply)})
+        head = _head("chat.completion", replies[0].name, ask.model) | _prompt_ids(ask, replies[0])
+        return head | {"choices": choices, "usage": _usage(replies)}
 
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
         """See ApiDialect.stream."""
-        return _ChatStream(ask, name)
+        return _ChatStream(ask, name, 0)
+
+    def stream_choices(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> list[EventStream]:
+        """See ApiDialect.stream_choices."""
+        return [_ChatStream(ask, name, index) for index in range(ask.num_choices)]
 
 
 class CompletionDialect(ApiDialect):
     """`/v1/completions`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         return parse_request(body, chat=False, warned_fields=warned_fields)
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
         """See ApiDialect.answer."""
-        choice = _choice(ask, reply)
-        choice["text"] = reply.message["content"] or ""
-        head = _head("text_completion", reply.name)
-        return head | _prompt_ids(ask, reply) | {"choices": [choice], "usage": _usage(reply)}
+        return self.answer_choices(ask, [reply])
+
+    def answer_choices(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+        """See ApiDialect.answer_choices."""
+        choices = []
+        for index, reply in enumerate(replies):
+            text = reply.message["content"] or ""
+            choices.append(_choice(ask, reply, index) | {"text": text})
+        head = _head("text_completion", replies[0].name, ask.model) | _prompt_ids(ask, replies[0])
+        return head | {"choices": choices, "usage": _usage(replies)}
 
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
         """See ApiDialect.stream."""
-        return _CompletionStream(ask, name)
+        return _CompletionStream(ask, name, 0)
+
+    def stream_choices(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> list[EventStream]:
+        """See ApiDialect.stream_choices."""
+        return [_CompletionStream(ask, name, index) for index in range(ask.num_choices)]
 
 
 class _ChunkStream(EventStream):
@@ -221,17 +264,19 @@ class _ChunkStream(EventStream):
 
     kind: str
 
-    def __init__(self, ask: Ask, name: str) -> None:
+    def __init__(self, ask: Ask, name: str, index: int) -> None:
+        """index: of the choice."""
         super().__init__()
         self._ask = ask
-        self._head = _head(self.kind, name)
+        self._index = index
+        self._head = _head(self.kind, name, ask.model)
 
     def begin(self) -> bytes:
         """See EventStream.begin: nothing, because the first chunk has text."""
         return b""
 
     def _chunk(self, choice: Mapping[str, Any], head: Mapping[str, Any] | None = None) -> bytes:
-        full = {"index": 0, "finish_reason": None, "logprobs": None, **choice}
+        full = {"index": self._index, "finish_reason": None, "logprobs": None, **choice}
         return write_event(self._head | dict(head or {}) | {"choices": [full]})
 
     def fail(self, refusal: Refusal) -> bytes:
@@ -239,13 +284,14 @@ class _ChunkStream(EventStream):
         return write_event({"error": {"message": str(refusal), "code": refusal.code}})
 
     def _end(self, reply: Reply, empty: Mapping[str, Any]) -> bytes:
-        """The chunk with the reason, then the token counts if they are asked for, then [DONE].
+        """The chunk with the reason. empty: the choice's part that would have text."""
+        return self._chunk({"finish_reason": _reason(self._ask, reply), **empty})
 
-        empty: the choice's part that would have text.
-        """
-        data = self._chunk({"finish_reason": _reason(self._ask, reply), **empty})
+    def close(self, replies: Sequence[Reply]) -> bytes:
+        """See EventStream.close: the token counts if they are asked for, then [DONE]."""
+        data = b""
         if self._ask.with_usage:
-            data += write_event(self._head | {"choices": [], "usage": _usage(reply)})
+            data = write_event(self._head | {"choices": [], "usage": _usage(replies)})
         return data + b"data: [DONE]\n\n"
 
     def _details(self, reply: Reply) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,16 +301,25 @@ class _ChunkStream(EventStream):
             choice["logprobs"] = _log_probs(self._ask, reply)
         if self._ask.token_ids:
             choice["token_ids"] = reply.drawn.tokens.tolist()
+        if self._index:
+            return choice, {}
         return choice, _prompt_ids(self._ask, reply)
 
 
 class _ChatStream(_ChunkStream):
     kind = "chat.completion.chunk"
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought. The first chunk has the role."""
+        delta = {"reasoning_content": more}
+        if self.sent_thought == more:
+            delta = {"role": "assistant", "reasoning_content": more}
+        return self._chunk({"delta": delta})
+
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text. The first chunk has the role."""
         delta = {"content": more}
-        if self.sent == more:
+        if self.sent == more and not self.sent_thought:
             delta = {"role": "assistant", "content": more}
         return self._chunk({"delta": delta})
 
@@ -272,7 +327,7 @@ class _ChatStream(_ChunkStream):
         """See EventStream.finish."""
         delta = {}
         for name, value in _message(self._ask, reply).items():
-            if name not in ("role", "content", "tool_calls"):
+            if name not in ("role", "content", "reasoning_content", "tool_calls"):
                 delta[name] = value
         if not self.sent:
             delta |= {"role": "assistant", "content": reply.message["content"]}
@@ -289,6 +344,10 @@ class _ChatStream(_ChunkStream):
 class _CompletionStream(_ChunkStream):
     kind = "text_completion"
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought: a completion has no thoughts."""
+        return b""
+
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text."""
         return self._chunk({"text": more})
@@ -300,15 +359,16 @@ class _CompletionStream(_ChunkStream):
         return data + self._end(reply, {"text": ""})
 
 
-def _head(kind: str, name: str) -> dict[str, Any]:
+def _head(kind: str, name: str, model: str) -> dict[str, Any]:
     prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
     created = int(time.time())
-    return {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": MODEL}
+    return {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": model}
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
-    prompt = len(reply.prompt_ids)
-    response = len(reply.drawn.tokens)
+def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The token counts of a request's choices: the prompt counts once."""
+    prompt = replies[0].num_prompt_tokens
+    response = sum(reply.num_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": response,
@@ -334,8 +394,9 @@ def _message(ask: Ask, reply: Reply) -> Message:
     return message
 
 
-def _choice(ask: Ask, reply: Reply) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(ask, reply), "logprobs": None}
+def _choice(ask: Ask, reply: Reply, index: int) -> dict[str, Any]:
+    reason = _reason(ask, reply)
+    choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
     if ask.log_probs:
         choice["logprobs"] = _log_probs(ask, reply)
     if ask.token_ids:

@@ -1,8 +1,4 @@
-"""One reply from a request to its answer: it is generated, recorded, and written.
-
-The generator belongs to another thread. A GenerationRequest goes there, and its functions bring the
-tokens back into the event loop, all at once or, for a stream, as they are drawn.
-"""
+"""The replies to one request, to its answer: they are generated, recorded, and written."""
 
 from __future__ import annotations
 
@@ -10,127 +6,111 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from spmdflow.episodes.ask import Ask, Message, Reply
+from spmdflow.config.episode_models import EpisodeModel, ServerModel
+from spmdflow.data.row_id import seed_of
+from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.episodes.ask import Ask, EarlierReply, Refusal, Reply, warn_of_ignored
 from spmdflow.episodes.dialect import NO_EVENT, ApiDialect, EventStream
 from spmdflow.episodes.guided import GuidedReplies, after_thought
 from spmdflow.episodes.http import ClientLeft, HttpConnection
 from spmdflow.episodes.ids import reply_name
+from spmdflow.episodes.named_model import NamedModels, OwnSampling, take_sampling
 from spmdflow.episodes.partial import PartialText
-from spmdflow.episodes.recorder import Recorder, Turn
+from spmdflow.episodes.pending import (
+    AbandonedRequest,
+    GenerationRequest,
+    PendingChoices,
+    PendingReply,
+)
+from spmdflow.episodes.recorder import Limits, Recorder, Turn, too_many_turns
+from spmdflow.episodes.server_call import ServerCalls
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.sampling import Grammar
 
 _SILENCE_SECONDS = 10.0
 """Longest silence of a stream."""
+_TOKENS_OF_MARK = 16
+"""Tokens at the end of a prompt that may open a thought: at most one for each byte, and a space."""
+EFFORT = "reasoning_effort"
+"""The variable with which chat templates set how long the model thinks."""
 
 
-class GenerationRequest(NamedTuple):
-    """A request of an episode's client for which a reply must be generated."""
+class NamedRequest(NamedTuple):
+    """A request, and the model that it names."""
 
-    number: int
-    """Number of the episode."""
-    name: str
-    """Id of the episode."""
-    ids: list[int]
-    turn: int
-    speaker: str
-    """Name in the URL. Empty: none."""
-    turn_of_speaker: int
-    """Number of earlier turns of the episode with this name."""
-    max_new_tokens: int
-    done: Callable[[VersionedResponse | None], None]
-    """Call it, from any thread, with the generated response, or None if it was aborted."""
-    fail: Callable[[Exception], None]
-    """Call it instead, from any thread, if the request cannot be added."""
-    stop: tuple[str, ...] = ()
-    grammar: Grammar | None = None
-    top_log_probs: int = 0
-    progress: Callable[[list[int]], None] | None = None
-    """Call it, from any thread, with the tokens so far. None: nobody wants to know."""
+    ask: Ask
+    model: EpisodeModel | None
+    """None: the policy."""
+    sampling: OwnSampling | None
+    """None for the policy."""
 
 
-class AbandonedRequest(NamedTuple):
-    """A GenerationRequest whose client has left."""
+class OtherModels(NamedTuple):
+    """What an episode needs for models that are not the policy. Nothing of them is trained."""
 
-    number: int
-    name: str
-    turn: int
-
-
-class RequestNotAdded(Exception):
-    """The generator rejects a request that the recorder accepted."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(f"the generator rejects it ({type(cause).__name__}: {cause})")
+    new_recorder: Callable[[EpisodeModel], Recorder]
+    """Makes the recorder of a model with frozen weights."""
+    limits_of: Callable[[EpisodeModel], Limits]
 
 
-class PendingReply:
-    """A reply that is being generated, as the event loop sees it."""
+@dataclass
+class ModelUse:
+    """How often an episode used a model."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
-        self.tokens: list[int] = []
-        """Those so far, if they are asked for."""
-        self._changed = asyncio.Event()
-
-    def done(self, drawn: VersionedResponse | None) -> None:
-        """See GenerationRequest.done."""
-        self._loop.call_soon_threadsafe(self._finish, drawn)
-
-    def fail(self, err: Exception) -> None:
-        """See GenerationRequest.fail."""
-        self._loop.call_soon_threadsafe(self._fail, err)
-
-    def progress(self, tokens: list[int]) -> None:
-        """See GenerationRequest.progress."""
-        self._loop.call_soon_threadsafe(self._show, tokens)
-
-    def leave(self) -> None:
-        """The client has left: the reply is not waited for. Called in the event loop."""
-        self._finish(None)
-
-    async def change(self, seconds: float) -> bool:
-        """Waits until there are new tokens or the reply is done; False after this time."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
-
-    def _finish(self, drawn: VersionedResponse | None) -> None:
-        if not self.future.done():
-            self.future.set_result(drawn)
-            self._changed.set()
-
-    def _fail(self, err: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(RequestNotAdded(err))
-            self._changed.set()
-
-    def _show(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-        self._changed.set()
+    requests: int = 0
+    failed: int = 0
+    """Requests that were refused: a server failed, weights are missing, a limit is reached."""
+    tokens: int = 0
+    """Of its replies."""
 
 
 class RunningEpisode:
-    """The endpoint's state of an episode: its key, its recorder and its numbers of requests."""
+    """The endpoint's state of an episode: its key, its recorders and its numbers of requests."""
 
-    def __init__(self, number: int, name: str, recorder: Recorder) -> None:
-        """name: id of the episode. The key is drawn at random."""
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        recorder: Recorder,
+        others: OtherModels | None = None,
+    ) -> None:
+        """name: id of the episode. others: what it needs for models that are not the policy. The
+        key is drawn at random."""
         self.number = number
         self.name = name
         self.recorder = recorder
         self.key = secrets.token_urlsafe(24)
         self.under_way = 0
         self.refused = 0
-        self.past: dict[str, list[Message]] = {}
-        """Id of a reply -> the messages up to it, where later requests may refer to it."""
+        self.past: dict[str, EarlierReply] = {}
+        """Id of a reply -> what later requests may continue."""
+        self.uses: dict[str, ModelUse] = {}
+        """How often models other than the policy were used, by name."""
+        self.calls: set[asyncio.Task[Any]] = set()
+        """Requests to servers outside of the run that are under way."""
+        self._others = others
+        self._recorders: dict[str, Recorder] = {}
+
+    def recorder_of(self, model: EpisodeModel | None) -> Recorder:
+        """The recorder of a model; None: the policy. Made for its first request."""
+        if model is None:
+            return self.recorder
+        if model.name not in self._recorders:
+            assert self._others is not None, "models are set up"
+            self._recorders[model.name] = self._others.new_recorder(model)
+        return self._recorders[model.name]
+
+    def limits_of(self, model: EpisodeModel) -> Limits:
+        """The limits of this episode with a model that is not the policy."""
+        assert self._others is not None, "models are set up"
+        return self._others.limits_of(model)
+
+    def use_of(self, model: EpisodeModel) -> ModelUse:
+        """The numbers of a model, which may be changed."""
+        return self.uses.setdefault(model.name, ModelUse())
 
 
 class ReplyGenerator:
@@ -138,19 +118,62 @@ class ReplyGenerator:
 
     def __init__(
         self,
-        tokenizer: Any,
         guided: GuidedReplies,
         post: Callable[[GenerationRequest | AbandonedRequest], None],
+        models: NamedModels,
+        servers: ServerCalls,
     ) -> None:
-        """tokenizer: from transformers. post: hands a request to the generator's thread."""
-        self._tokenizer = tokenizer
+        """post: hands a request to the generator's thread. models: those besides the policy.
+        servers: calls those that run outside."""
+        self.models = models
+        self._servers = servers
         self._guided = guided
         self._post = post
         self._warned_fields: set[str] = set()
 
-    def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> Ask:
-        """The request in its internal form. Refusal if it cannot be met."""
-        return dialect.parse(json.loads(body), past=episode.past, warned_fields=self._warned_fields)
+    def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> NamedRequest:
+        """The request in its internal form, and the model that it names. Refusal if it cannot be
+        met."""
+        fields = json.loads(body)
+        model = None
+        sampling = None
+        if isinstance(fields, dict):
+            model = self.models.find(fields.get("model"))
+        if model is not None:
+            fields, sampling = take_sampling(fields)
+        ask = dialect.parse(fields, past=episode.past, warned_fields=self._warned_fields)
+        if model is not None:
+            ask = replace(ask, model=model.name)
+        return NamedRequest(ask, model, sampling)
+
+    def count_tokens(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> int:
+        """Number of tokens of a request's prompt. Refusal if the model runs on a server."""
+        asked = self.read(dialect, body, episode)
+        if isinstance(asked.model, ServerModel):
+            raise Refusal(
+                f"count_tokens: got the model {asked.model.name!r}, expected one whose tokenizer "
+                f"the run has; ask its server"
+            )
+        recorder = episode.recorder_of(asked.model)
+        return recorder.count_tokens(self._with_template_arguments(asked.ask, recorder.chat))
+
+    def _with_template_arguments(self, ask: Ask, chat: ChatTemplate) -> Ask:
+        """The request with reasoning_effort as a variable of the chat template that reads it.
+
+        Logs a warning, once for each name, for variables that the template does not read.
+        """
+        if ask.template_arguments is None and ask.reasoning_effort is None:
+            return ask
+        arguments = dict(ask.template_arguments or {})
+        if ask.reasoning_effort is not None:
+            if chat.reads(EFFORT):
+                arguments.setdefault(EFFORT, ask.reasoning_effort)
+            else:
+                warn_of_ignored({EFFORT: ask.reasoning_effort}, set(), self._warned_fields)
+        for name in arguments:
+            if not chat.reads(name):
+                warn_of_ignored({f"chat_template_kwargs.{name}": 0}, set(), self._warned_fields)
+        return replace(ask, template_arguments=arguments or None)
 
     async def reply(
         self,
@@ -160,72 +183,188 @@ class ReplyGenerator:
         body: bytes,
         http: HttpConnection,
     ) -> None:
-        """Has a reply generated and recorded, and writes the answer.
+        """Has the replies to a request generated and recorded, and writes the answer.
 
-        A GenerationRequest goes to the inbox, and its reply is awaited. ClientLeft, without
-        recording, if the request was aborted or the client has disconnected meanwhile. Refusal if
-        the request is invalid or does not fit the episode. RequestNotAdded if the generator rejects
-        it.
+        A GenerationRequest for each choice goes to the inbox, and all replies are awaited.
+        ClientLeft, without recording, if the request was aborted or the client has disconnected
+        meanwhile. Refusal if the request is invalid or does not fit the episode. RequestNotAdded if
+        the generator rejects it.
         """
         http.check_client()
-        recorder = episode.recorder
-        ask = self._guided.with_grammar(self.read(dialect, body, episode))
-        ask = replace(ask, name=speaker)
-        turn = recorder.begin(ask)
-        pending = PendingReply()
-        ids = turn.ids
-        stream = None
-        if ask.stream:
-            name = reply_name(recorder.id_seed, turn.number)
-            stream = dialect.stream(ask, name=name, num_prompt_tokens=len(ids))
-        self._post(
-            GenerationRequest(
-                number=episode.number,
-                name=episode.name,
-                ids=ids,
-                turn=turn.number,
-                speaker=turn.name,
-                turn_of_speaker=turn.number_of_name,
-                max_new_tokens=turn.max_new_tokens,
-                done=pending.done,
-                fail=pending.fail,
-                stop=ask.ends,
-                grammar=after_thought(ask.grammar, turn.text),
-                top_log_probs=ask.top_log_probs,
-                progress=None if stream is None else pending.progress,
-            )
-        )
-        http.on_leave = pending.leave
+        asked = self.read(dialect, body, episode)
+        model = asked.model
+        if speaker:
+            asked = asked._replace(ask=replace(asked.ask, name=speaker))
+        if model is None:
+            await self._generate(episode, asked, dialect, http)
+            return
+        use = episode.use_of(model)
+        use.requests += 1
         try:
-            if stream is not None:
-                await self._write_progress(stream, pending, ask, ids, http)
-            drawn = await pending.future
+            await self.models.wait_until_sealed(model)
+            if isinstance(model, ServerModel):
+                await self._call(episode, model, asked, dialect, http)
+            else:
+                await self._generate(episode, asked, dialect, http)
+        except Refusal:
+            use.failed += 1
+            raise
+
+    async def _generate(
+        self,
+        episode: RunningEpisode,
+        asked: NamedRequest,
+        dialect: ApiDialect,
+        http: HttpConnection,
+    ) -> None:
+        """Has a generator of this run reply, once for each choice, and writes the answer."""
+        recorder = episode.recorder_of(asked.model)
+        ask = self._with_template_arguments(asked.ask, recorder.chat)
+        asked = asked._replace(ask=self._guided.with_grammar(ask))
+        ask = asked.ask
+        turns = recorder.begin_choices(ask)
+        names = recorder.name_choices(turns)
+        choices = PendingChoices(ask.num_choices)
+        ids = turns[0].ids
+        streams: list[EventStream] = []
+        visible = self._visible(ask, ids, recorder) if ask.stream else None
+        if ask.stream:
+            streams = dialect.stream_choices(ask, name=names[0], num_prompt_tokens=len(ids))
+        grammar = ask.grammar
+        if grammar is not None:
+            end_of_prompt = recorder.tokenizer.decode(ids[-_TOKENS_OF_MARK:])
+            grammar = after_thought(grammar, end_of_prompt)
+        for turn, pending in zip(turns, choices.replies, strict=True):
+            self._post(_request_of(episode, asked, turn, pending, grammar))
+        http.on_leave = choices.leave
+        try:
+            if visible is not None:
+                await self._write_progress(streams, choices, visible, http)
+            drawn = await choices.drawn()
         finally:
             http.on_leave = None
-            if http.has_left or not pending.future.done():
-                self._post(AbandonedRequest(episode.number, episode.name, turn.number))
+            for turn, pending in zip(turns, choices.replies, strict=True):
+                if http.has_left or not pending.future.done():
+                    self._post(
+                        AbandonedRequest(episode.number, episode.name, turn.number, ask.model)
+                    )
         http.check_client()
-        if drawn is None:
+        replies = []
+        for name, turn, response in zip(names, turns, drawn, strict=True):
+            replies.append(self._record(recorder, ask, turn, response, name))
+        self._answer(episode, asked, replies, streams, dialect, http, visible=visible)
+
+    async def _call(
+        self,
+        episode: RunningEpisode,
+        model: ServerModel,
+        asked: NamedRequest,
+        dialect: ApiDialect,
+        http: HttpConnection,
+    ) -> None:
+        """Has a server outside of the run reply, and writes the answer.
+
+        ClientLeft if the client or the episode has gone meanwhile. Refusal for several choices.
+        """
+        ask = asked.ask
+        if ask.num_choices > 1:
+            raise Refusal(
+                f"n: got {ask.num_choices} for the model {model.name!r}, which is on a server, "
+                f"expected 1; send several requests"
+            )
+        limits = episode.limits_of(model)
+        number = episode.use_of(model).requests - 1
+        if number >= limits.max_turns:
+            raise too_many_turns(number, limits.max_turns, model.name)
+        name = reply_name(seed_of(episode.recorder.id_seed, "model", name=model.name), number)
+        most = min(ask.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
+        stream = None
+        if ask.stream:
+            stream = dialect.stream(ask, name=name, num_prompt_tokens=0)
+        call = asyncio.ensure_future(
+            self._servers.reply(
+                model, ask, asked.sampling or OwnSampling(), name=name, max_new_tokens=most
+            )
+        )
+        episode.calls.add(call)
+
+        def leave() -> None:
+            call.cancel()
+
+        http.on_leave = leave
+        try:
+            while stream is not None and not call.done():
+                await asyncio.wait([call], timeout=_SILENCE_SECONDS)
+                if not call.done():
+                    self._begin_stream(stream, http)
+                    http.write_part(NO_EVENT)
+                    await http.drain()
+            await asyncio.wait([call])
+        finally:
+            http.on_leave = None
+            episode.calls.discard(call)
+            call.cancel()
+        http.check_client()
+        if call.cancelled():
             raise ClientLeft
-        reply = self._record(recorder, ask, turn, drawn)
-        past = dialect.past_of(ask, reply)
+        streams = [] if stream is None else [stream]
+        self._answer(episode, asked, [call.result()], streams, dialect, http)
+
+    def _answer(
+        self,
+        episode: RunningEpisode,
+        asked: NamedRequest,
+        replies: list[Reply],
+        streams: list[EventStream],
+        dialect: ApiDialect,
+        http: HttpConnection,
+        *,
+        visible: PartialText | None = None,
+    ) -> None:
+        """Writes the answer, or the end of its streams, and remembers what later requests may refer
+        to. The tokens of a model that is not the policy are counted.
+
+        visible: what wrote to the streams; None: nothing has been written.
+        """
+        ask = asked.ask
+        if asked.model is not None:
+            episode.use_of(asked.model).tokens += sum(reply.num_tokens for reply in replies)
+        past = dialect.past_of(ask, replies[0])
         if past is not None:
             episode.past[past[0]] = past[1]
-        if stream is None:
-            http.reply(json.dumps(dialect.answer(ask, reply)).encode())
+        if not streams:
+            http.reply(json.dumps(dialect.answer_choices(ask, replies)).encode())
             return
-        self._begin_stream(stream, http)
-        http.write_part(stream.end(reply))
+        self._begin_stream(streams[0], http)
+        for stream, reply in zip(streams, replies, strict=True):
+            text = reply.message.get("content") or ""
+            if visible is not None and not text.startswith(stream.sent):
+                # a closing mark made a thought of what was sent
+                text = visible.whole_text(reply.drawn.tokens.tolist())
+            http.write_part(stream.end(reply, text))
+        http.write_part(streams[0].close(replies))
         http.end_stream()
 
-    def _record(self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse) -> Reply:
-        """Records a response, and returns it as a reply."""
+    def _visible(self, ask: Ask, ids: list[int], recorder: Recorder) -> PartialText:
+        """What can be shown of replies to a prompt with these ids."""
+        reader = recorder.reader_of(ask)
+        return PartialText(
+            recorder.tokenizer,
+            ask,
+            ids,
+            shows_calls=self._guided.style == "qwen_3",
+            marks=reader.thought_marks,
+            is_open=reader.opens_thought(ids),
+        )
+
+    def _record(
+        self, recorder: Recorder, ask: Ask, turn: Turn, drawn: VersionedResponse, name: str
+    ) -> Reply:
+        """Records a response, and returns it as a reply with this name."""
         message, response, reason = recorder.finish(ask, turn, drawn)
-        name = reply_name(recorder.id_seed, turn.number)
-        recorder.turn_of_reply[name] = turn.number
         pieces: list[str] = []
         top_pieces: list[tuple[str, ...]] = []
-        decode = self._tokenizer.decode
+        decode = recorder.tokenizer.decode
         if ask.log_probs:
             pieces = [decode([token]) for token in response.tokens.tolist()]
         if ask.top_log_probs and response.notes is not None:
@@ -244,28 +383,32 @@ class ReplyGenerator:
 
     async def _write_progress(
         self,
-        stream: EventStream,
-        pending: PendingReply,
-        ask: Ask,
-        ids: list[int],
+        streams: list[EventStream],
+        choices: PendingChoices,
+        visible: PartialText,
         http: HttpConnection,
     ) -> None:
-        """Writes the text of a reply while it is generated; returns when it is complete.
+        """Writes thoughts and texts of replies while they are generated; returns when all are
+        complete.
 
-        A comment is written after 10 s without text. ids: those of the prompt.
+        A comment is written after 10 s without either.
         """
-        shows_calls = self._guided.style == "qwen_3"
-        visible = PartialText(self._tokenizer, ask, ids, shows_calls=shows_calls)
-        while not pending.future.done():
-            has_news = await pending.change(_SILENCE_SECONDS)
-            if pending.future.done():
+        while not choices.have_ended():
+            has_news = await choices.change(_SILENCE_SECONDS)
+            if choices.have_ended():
                 return
-            self._begin_stream(stream, http)
+            self._begin_stream(streams[0], http)
             if not has_news:
                 http.write_part(NO_EVENT)
-            text = visible.of(pending.tokens)
-            if text.startswith(stream.sent):
-                http.write_part(stream.add_text(text[len(stream.sent) :]))
+            for stream, pending in zip(streams, choices.replies, strict=True):
+                if not pending.is_new:
+                    continue
+                pending.is_new = False
+                shown = visible.of(pending.tokens)
+                if shown.thought.startswith(stream.sent_thought):
+                    http.write_part(stream.add_thought(shown.thought[len(stream.sent_thought) :]))
+                if shown.text.startswith(stream.sent):
+                    http.write_part(stream.add_text(shown.text[len(stream.sent) :]))
             await http.drain()
 
     def _begin_stream(self, stream: EventStream, http: HttpConnection) -> None:
@@ -273,3 +416,31 @@ class ReplyGenerator:
         if http.may_reply:
             http.begin_stream("text/event-stream")
             http.write_part(stream.begin())
+
+
+def _request_of(
+    episode: RunningEpisode,
+    asked: NamedRequest,
+    turn: Turn,
+    pending: PendingReply,
+    grammar: Grammar | None,
+) -> GenerationRequest:
+    """The request for the reply of a turn."""
+    ask = asked.ask
+    return GenerationRequest(
+        number=episode.number,
+        name=episode.name,
+        ids=turn.ids,
+        turn=turn.number,
+        speaker=turn.name,
+        turn_of_speaker=turn.number_of_name,
+        max_new_tokens=turn.max_new_tokens,
+        done=pending.done,
+        fail=pending.fail,
+        stop=ask.ends,
+        grammar=grammar,
+        top_log_probs=ask.top_log_probs,
+        progress=pending.progress if ask.stream else None,
+        model=ask.model,
+        sampling=asked.sampling,
+    )

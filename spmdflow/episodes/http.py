@@ -1,5 +1,8 @@
 """HTTP/1.1 over one connection, by h11: requests come in, answers go out. Knows no episodes.
 
+A connection may be encrypted: TLS begins when the endpoint has admitted it (`start_tls`), so that
+connections count against the limits before they cost a handshake.
+
 h11 parses what arrives and frames what is sent: bodies with a length and in chunks, `Expect:
 100-continue`, connections that stay open. Requests that a client sends before it has read the
 answer to an earlier one (pipelining) wait in the buffer and are answered in their order.
@@ -11,7 +14,9 @@ client that does not read its answer.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import h11
@@ -20,6 +25,8 @@ REQUEST_SECONDS = 60.0
 """Time within which a request must be complete once its first byte has come, and within which a
 client must read what is written to it."""
 MOST_BODY_BYTES = 4 << 20
+_SHUTDOWN_SECONDS = 5.0
+"""Time for a client to take part in the end of TLS, and to read what was written before."""
 _MOST_DISCARDED_BYTES = 64 << 20
 _MOST_HEAD_BYTES = 1 << 16
 _MOST_BUFFERED_BYTES = 1 << 18
@@ -52,9 +59,16 @@ class ClientLeft(Exception):
 class HttpConnection(asyncio.Protocol):
     """One connection of a client. Used only in its event loop."""
 
-    def __init__(self, serve: Callable[[HttpConnection], Coroutine[Any, Any, None]]) -> None:
-        """serve: started as a task when the connection is open; it reads requests and replies."""
+    def __init__(
+        self,
+        serve: Callable[[HttpConnection], Coroutine[Any, Any, None]],
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """serve: started as a task when the connection is open; it reads requests and replies.
+        tls: with it, `serve` calls `start_tls` first."""
         self._serve = serve
+        self._tls = tls
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -79,7 +93,35 @@ class HttpConnection(asyncio.Protocol):
         """See asyncio.Protocol."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._tls is not None:
+            transport.pause_reading()  # what comes belongs to the handshake
         self._task = self._loop.create_task(self._serve(self))
+
+    async def start_tls(self, deadline: float) -> None:
+        """Does the handshake, if the connection is encrypted.
+
+        deadline: time (of the loop) by which it must be complete. ClientLeft if it is not, or if
+        the client leaves; ssl.SSLError if it speaks no TLS or does not trust the certificate.
+        """
+        if self._tls is None:
+            return
+        assert self._transport is not None
+        try:
+            secured = await self._loop.start_tls(
+                self._transport,
+                self,
+                self._tls,
+                server_side=True,
+                ssl_handshake_timeout=max(0.001, deadline - self._loop.time()),
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+            )
+        except ssl.SSLError:
+            raise
+        except OSError as err:  # it has left, or was too slow
+            raise ClientLeft from err
+        if secured is None:
+            raise ClientLeft
+        self._transport = secured
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol. Stops reading while too much is buffered."""
@@ -91,11 +133,11 @@ class HttpConnection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> bool:
-        """See asyncio.Protocol. True: an answer may still be written."""
+        """See asyncio.Protocol. True: an answer may still be written, which TLS does not allow."""
         if not self.has_left:
             self._http.receive_data(b"")
         self._leave()
-        return True
+        return self._tls is None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -234,10 +276,9 @@ class HttpConnection(asyncio.Protocol):
         closes: bool = False,
     ) -> None:
         """Writes a complete answer. kind: the content type. closes: announces the end."""
-        head = [("content-type", kind), ("content-length", str(len(body))), *headers]
-        if closes or not self._has_whole_request():
-            head.append(("connection", "close"))
-        data = self._http.send(h11.Response(status_code=status, headers=head)) or b""
+        closes = closes or not self._has_whole_request()
+        head = _response_head(status, kind, len(body), headers, closes=closes)
+        data = self._http.send(head) or b""
         data += self._http.send(h11.Data(data=body)) or b""
         data += self._http.send(h11.EndOfMessage()) or b""
         self._write(data)
@@ -283,6 +324,17 @@ class HttpConnection(asyncio.Protocol):
     def _write(self, data: bytes | None) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+
+@lru_cache(maxsize=1024)
+def _response_head(
+    status: int, kind: str, size: int, headers: tuple[tuple[str, str], ...], *, closes: bool
+) -> h11.Response:
+    """The head of an answer. h11 checks each header, so heads are kept: many are equal."""
+    fields = [("content-type", kind), ("content-length", str(size)), *headers]
+    if closes:
+        fields.append(("connection", "close"))
+    return h11.Response(status_code=status, headers=fields)
 
 
 def _expire(waiting: asyncio.Future[None]) -> None:

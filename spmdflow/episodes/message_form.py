@@ -60,11 +60,11 @@ class ThoughtMarks(NamedTuple):
             return "", text
         thought, found, answer = body.partition(self.end)
         if not found:
-            thought, _, answer = body.partition(self._end_token)
+            thought, _, answer = body.partition(self.end_token)
         return thought.strip(), answer.strip()
 
     @property
-    def _end_token(self) -> str:
+    def end_token(self) -> str:
         """The first token of the closing mark."""
         match = re.match(r"<[^<>]+>", self.end)
         return match[0] if match else self.end
@@ -91,7 +91,7 @@ class MessageForm(NamedTuple):
     """What it writes after a user's turn to open the reply."""
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # templates, also those with the arguments of requests
 def form_of(chat: ChatTemplate) -> MessageForm:
     """Returns the form of the messages of a chat template; the default without a template."""
     if not chat.tokenizer.chat_template:

@@ -12,6 +12,7 @@ from typing import Any
 
 from spmdflow.episodes.ask import (
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
@@ -19,16 +20,21 @@ from spmdflow.episodes.ask import (
     function_tool,
     join_parts,
     read_choice,
+    read_effort,
     read_limit,
     read_object,
     read_stop,
+    read_template_arguments,
     warn_of_ignored,
 )
-from spmdflow.episodes.dialect import MODEL, ApiDialect, EventStream, write_event
+from spmdflow.episodes.dialect import ApiDialect, EventStream, write_event
 from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
+    "chat_template_kwargs",
+    "compaction",
     "max_tokens",
+    "mcp_servers",
     "messages",
     "metadata",
     "model",
@@ -37,9 +43,14 @@ _SUPPORTED = {
     "stop_sequences",
     "stream",
     "system",
+    "thread",
     "tool_choice",
     "tools",
 }
+_ALLOWED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "mcp_servers": (None, [])}
+"""Values of fields that would otherwise ask for something that the endpoint does not do."""
+_LOST_THREAD = "thread_not_found"
+"""Anthropic's clients answer this code by sending the whole conversation."""
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -53,12 +64,16 @@ class MessagesDialect(ApiDialect):
     """`/v1/messages`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         fields = read_object(body)
         warn_of_ignored(fields, _SUPPORTED, warned_fields)
-        messages: list[Message] = []
+        for name, values in _ALLOWED.items():
+            if fields.get(name) not in values:
+                raise Refusal(f"{name}: got {fields[name]!r}, expected {values[-1]!r} or nothing")
+        earlier = _continued_reply(fields.get("thread"), past)
+        messages = list(earlier.messages)
         system = fields.get("system")
         if system:
             text = system if isinstance(system, str) else join_parts("system", system)
@@ -68,7 +83,8 @@ class MessagesDialect(ApiDialect):
             raise Refusal("messages: got no list of messages; expected at least one")
         for message in given:
             messages += _read_message(read_object(message))
-        tools, choice, one_call = _read_tools(fields)
+        offered = _offered_tools(fields) or earlier.tools
+        tools, choice, one_call = _read_choice(fields, offered)
         config = read_object(fields.get("output_config") or {})
         form = config.get("format") or fields.get("output_format")
         return Ask(
@@ -80,24 +96,58 @@ class MessagesDialect(ApiDialect):
             grammar=format_grammar("output_config.format", form),
             choice=choice,
             one_call=one_call,
+            template_arguments=read_template_arguments(fields.get("chat_template_kwargs")),
+            reasoning_effort=read_effort("output_config.effort", config.get("effort")),
+            is_kept=bool(fields.get("thread")),
+            kept_tools=offered,
         )
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
         """See ApiDialect.answer."""
-        return _head(reply.name, len(reply.prompt_ids)) | {
+        return _head(reply.name, ask.model, reply.num_prompt_tokens) | {
             "content": _blocks(reply.message),
             **_stop_of(reply),
-            "usage": _usage(len(reply.prompt_ids), len(reply.drawn.tokens)),
+            "usage": _usage(reply.num_prompt_tokens, reply.num_tokens),
         }
 
     def stream(self, ask: Ask, *, name: str, num_prompt_tokens: int) -> EventStream:
         """See ApiDialect.stream."""
-        return _MessageStream(name, num_prompt_tokens)
+        return _MessageStream(name, ask.model, num_prompt_tokens)
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """See ApiDialect.error: in Anthropic's form."""
         kind = _ERRORS.get(refusal.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+        error: dict[str, Any] = {"type": kind, "message": str(refusal)}
+        if refusal.code == _LOST_THREAD:
+            error["details"] = {"error_code": refusal.code}
+        return {"type": "error", "error": error}
+
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, EarlierReply] | None:
+        """See ApiDialect.past_of: with the system prompt and the tools, which are inherited."""
+        if not ask.is_kept:
+            return None
+        return f"msg_{reply.name}", EarlierReply([*ask.messages, reply.message], ask.kept_tools)
+
+
+def _continued_reply(thread: object, past: Mapping[str, EarlierReply]) -> EarlierReply:
+    """What the `thread` of a request continues; nothing if it begins one, or there is none.
+
+    Refusal for a reply that no request with a `thread` of this episode has had.
+    """
+    fields = read_object(thread or {"type": "create"})
+    if fields.get("type") == "create":
+        return EarlierReply([], None)
+    previous = fields.get("previous_message_id")
+    if fields.get("type") != "continue" or not isinstance(previous, str):
+        raise Refusal(f"thread: got {fields!r}, expected the type create, or continue with an id")
+    if previous not in past:
+        raise Refusal(
+            f"thread: got previous_message_id {previous!r}, expected the id of a reply to a "
+            f"request with `thread` in this episode",
+            status=404,
+            code=_LOST_THREAD,
+        )
+    return past[previous]
 
 
 def _read_message(message: Mapping[str, Any]) -> list[Message]:
@@ -155,8 +205,8 @@ def _read_reply(content: list[Any]) -> Message:
     return message
 
 
-def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice | None, bool]:
-    """(offered tools, call that the reply must have, whether the first call ends the reply)."""
+def _offered_tools(fields: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a request, in the form of chat completions."""
     tools: list[Any] = []
     for entry in fields.get("tools") or ():
         tool = read_object(entry)
@@ -167,7 +217,13 @@ def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice
                 code="unsupported_tool",
             )
         tools.append(function_tool({**tool, "parameters": tool.get("input_schema")}))
-    offered = tools or None
+    return tools or None
+
+
+def _read_choice(
+    fields: Mapping[str, Any], offered: list[Any] | None
+) -> tuple[list[Any] | None, ToolChoice | None, bool]:
+    """(tools that may be called, call that the reply must have, whether the first call ends it)."""
     choice = read_object(fields.get("tool_choice") or {"type": "auto"})
     one_call = offered is not None and choice.get("disable_parallel_tool_use") is True
     kind = choice.get("type")
@@ -182,13 +238,17 @@ def _read_tools(fields: Mapping[str, Any]) -> tuple[list[Any] | None, ToolChoice
     raise Refusal(f"tool_choice: got {choice!r}, expected the type auto, any, tool or none")
 
 
-def _input_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as an object; {} if they are none."""
+def _input_of(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call: an object, or what the model wrote in its place.
+
+    Then the program reports to the model what is wrong with them, and what it sends back is the
+    recorded call.
+    """
+    text = call["function"]["arguments"]
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        return json.loads(text)
     except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+        return text
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
@@ -208,12 +268,12 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def _head(name: str, num_prompt_tokens: int) -> dict[str, Any]:
+def _head(name: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:
     return {
         "id": f"msg_{name}",
         "type": "message",
         "role": "assistant",
-        "model": MODEL,
+        "model": model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -237,9 +297,9 @@ def _stop_of(reply: Reply) -> dict[str, Any]:
 class _MessageStream(EventStream):
     """The events of a message: its blocks one after another."""
 
-    def __init__(self, name: str, num_prompt_tokens: int) -> None:
+    def __init__(self, name: str, model: str, num_prompt_tokens: int) -> None:
         super().__init__()
-        self._start = _head(name, num_prompt_tokens)
+        self._start = _head(name, model, num_prompt_tokens)
         self._index = 0
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -249,40 +309,42 @@ class _MessageStream(EventStream):
         """See EventStream.begin."""
         return self._event("message_start", message=self._start)
 
-    def _block(self, block: Mapping[str, Any], *deltas: Mapping[str, Any]) -> bytes:
-        """All events of a block: its start, its parts and its end."""
-        data = self._event("content_block_start", index=self._index, content_block=block)
-        for delta in deltas:
-            data += self._event("content_block_delta", index=self._index, delta=delta)
-        return data + self._end_block()
+    def _begin_block(self, block: Mapping[str, Any]) -> bytes:
+        return self._event("content_block_start", index=self._index, content_block=block)
 
     def _end_block(self) -> bytes:
         data = self._event("content_block_stop", index=self._index)
         self._index += 1
         return data
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought."""
+        data = b""
+        if self.sent_thought == more:
+            data = self._begin_block({"type": "thinking", "thinking": "", "signature": ""})
+        delta = {"type": "thinking_delta", "thinking": more}
+        return data + self._event("content_block_delta", index=self._index, delta=delta)
+
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text."""
         data = b""
         if self.sent == more:
-            block = {"type": "text", "text": ""}
-            data = self._event("content_block_start", index=self._index, content_block=block)
+            data = self._end_block() if self.sent_thought else b""
+            data += self._begin_block({"type": "text", "text": ""})
         delta = {"type": "text_delta", "text": more}
         return data + self._event("content_block_delta", index=self._index, delta=delta)
 
     def finish(self, reply: Reply) -> bytes:
-        """See EventStream.finish. A thought is sent before the text, or after it if text was sent
-        before the thought was known."""
-        data = self._end_block() if self.sent else b""
+        """See EventStream.finish."""
+        data = self._end_block() if self.sent or self.sent_thought else b""
         for block in _blocks(reply.message):
-            if block["type"] == "thinking":
-                delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-                data += self._block({**block, "thinking": ""}, delta)
-            elif block["type"] == "tool_use":
+            if block["type"] == "tool_use":
                 text = json.dumps(block["input"])
                 delta = {"type": "input_json_delta", "partial_json": text}
-                data += self._block({**block, "input": {}}, delta)
-        usage = _usage(len(reply.prompt_ids), len(reply.drawn.tokens))
+                data += self._begin_block({**block, "input": {}})
+                data += self._event("content_block_delta", index=self._index, delta=delta)
+                data += self._end_block()
+        usage = _usage(reply.num_prompt_tokens, reply.num_tokens)
         data += self._event("message_delta", delta=_stop_of(reply), usage=usage)
         return data + self._event("message_stop")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from spmdflow.config.episode import EpisodeConfig, environment_of
+from spmdflow.config.episode import EpisodeConfig, environment_of, judge_of
 from spmdflow.config.reward import RewardTerm
 from spmdflow.episodes.parts import are_parts
 from spmdflow.errors import ConfigError, RewardError
@@ -25,8 +25,6 @@ from spmdflow.rewards.process import WorkerProcess, are_scores, are_texts, wrote
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 2.0
-"""Time after an episode's limit, which its process enforces, until the process is killed."""
 _START_SECONDS = 120.0
 _ROW_LETTERS = 200
 
@@ -47,15 +45,36 @@ class _Process(WorkerProcess):
     """A worker process and the episodes that run in it."""
 
     child = "spmdflow.episodes.child"
+    grace_seconds = 2.0
+    """Time after an episode's limit, which the process enforces, until the process is killed."""
 
-    def __init__(self, term: RewardTerm) -> None:
-        """Starts the process and sends it the name of the environment."""
+    def __init__(
+        self,
+        term: RewardTerm,
+        judge: RewardTerm | None,
+        *,
+        certificate_path: str | None,
+        limits: Mapping[str, int | None],
+    ) -> None:
+        """Starts the process and sends it the names of the environment and of the judge.
+
+        limits: of the memory and output of one episode, for processes that have them.
+        """
         super().__init__()
         self.running: dict[int, float] = {}
         """Episode -> its deadline, including the grace period."""
         self.deadline = time.monotonic() + _START_SECONDS
         """Deadline of its start."""
-        self.send({"functions": [[term.function, dict(term.arguments)]]})
+        functions = [[term.function, dict(term.arguments)]]
+        named = None if judge is None else [judge.function, dict(judge.arguments)]
+        self.send(
+            {
+                "functions": functions,
+                "judge": named,
+                "certificate": certificate_path,
+                "limits": dict(limits),
+            }
+        )
 
     def accepts(self, message: dict[str, Any]) -> bool:
         """Returns whether the process may send this message now; otherwise it is to blame.
@@ -84,6 +103,14 @@ class _Process(WorkerProcess):
         return min(limits, default=float("inf")) - time.monotonic()
 
 
+class _TemplateProcess(_Process):
+    """A worker process that starts a process for each of its episodes (`isolated`)."""
+
+    child = "spmdflow.episodes.isolated"
+    grace_seconds = 15.0
+    """It has to kill the episode's processes, and may have many to kill."""
+
+
 @dataclass
 class _Call:
     """An episode that is waiting or running."""
@@ -92,14 +119,23 @@ class _Call:
     alone: bool = False
     """Whether it must run in a separate process, because a process that ran it was lost."""
     causes: list[str] = field(default_factory=list)
+    is_judge: bool = False
+    """Whether the judge is called instead of the environment."""
 
 
 class EnvironmentPool:
     """Runs the configured environment for many rows at once."""
 
-    def __init__(self, cfg: EpisodeConfig) -> None:
-        """Starts the worker processes."""
+    def __init__(self, cfg: EpisodeConfig, *, certificate_path: str | None = None) -> None:
+        """Starts the worker processes.
+
+        certificate_path: of the endpoint, if clients do not trust it without being told.
+        """
+        self._certificate_path = certificate_path
         self._term = environment_of(cfg.environment)
+        self._kind = _TemplateProcess if cfg.isolation == "process" else _Process
+        self._limits = {"memory_mb": cfg.memory_mb, "max_output_bytes": cfg.max_output_bytes}
+        self._judge = None if cfg.judge is None else judge_of(cfg.judge)
         self._num_processes = cfg.num_processes
         self._concurrency = cfg.concurrency
         self._seconds = cfg.seconds
@@ -109,9 +145,15 @@ class EnvironmentPool:
         self._ended: list[EndedEpisode] = []
         self._start_missing()
 
-    def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool = False) -> None:
-        """Adds episodes, by number, to the end of the queue, or to its front if `first` is set."""
-        self._calls |= {number: _Call(row) for number, row in rows.items()}
+    def begin(
+        self, rows: Mapping[int, dict[str, Any]], *, first: bool = False, judge: bool = False
+    ) -> None:
+        """Adds episodes, by number, to the end of the queue, or to its front if `first` is set.
+
+        judge: calls of the judge; each row is its argument (`judgement.load_judge`).
+        """
+        for number, row in rows.items():
+            self._calls[number] = _Call(row, is_judge=judge)
         self._waiting = deque([*rows, *self._waiting] if first else [*self._waiting, *rows])
         self._start_missing()
 
@@ -137,8 +179,10 @@ class EnvironmentPool:
                 ):
                     break
                 self._waiting.popleft()
-                process.running[number] = time.monotonic() + self._seconds + _GRACE_SECONDS
+                process.running[number] = time.monotonic() + self._seconds + process.grace_seconds
                 call = {"run": number, "seconds": self._seconds, "row": self._calls[number].row}
+                if self._calls[number].is_judge:
+                    call["judge"] = True
                 process.send(call | enter(number))
 
     def advance(
@@ -195,7 +239,13 @@ class EnvironmentPool:
 
     def _start_missing(self) -> None:
         while len(self._processes) < self._num_processes:
-            self._processes.append(_Process(self._term))
+            process = self._kind(
+                self._term,
+                self._judge,
+                certificate_path=self._certificate_path,
+                limits=self._limits,
+            )
+            self._processes.append(process)
 
     def _kill(self, processes: list[_Process]) -> None:
         for process in processes:
@@ -264,11 +314,22 @@ class EnvironmentPool:
         if cause:
             first, _, trace = cause.partition("\n")
             cause = (
-                f"environment {self._term.function!r} {first}; expected a finite number, a dict "
-                f'with "score" or None; fix the environment\n'
+                f"{self._expectation(call, first)}\n"
                 f"row: {_shorten(json.dumps(call.row))}\n{trace.rstrip()}"
             )
         self._ended.append(EndedEpisode(number, None if cause else scores, cause, dict(parts)))
+
+    def _expectation(self, call: _Call, cause: str) -> str:
+        """Returns what went wrong with a call, and what was expected of its function."""
+        if call.is_judge and self._judge is not None:
+            return (
+                f"judge {self._judge.function!r} {cause}; expected a list with a finite number, a "
+                f'dict with "score" or None for each episode of the group; fix the judge'
+            )
+        return (
+            f"environment {self._term.function!r} {cause}; expected a finite number, a dict "
+            f'with "score" or None; fix the environment'
+        )
 
     def _lose_process(self, process: _Process, what: str) -> None:
         """Kills a process, handles its episodes, and starts a new process.

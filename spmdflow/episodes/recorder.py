@@ -10,22 +10,26 @@ tokens up to that reply. So every sampled token is learnt in exactly one segment
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmdflow.config.episode_models import POLICY
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.ask import Ask, Refusal
 from spmdflow.episodes.conversation import AppendOnlyTemplate, NotAppendOnly
-from spmdflow.episodes.ids import call_id
+from spmdflow.episodes.ids import call_id, reply_name
 from spmdflow.episodes.message_form import Message
 from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
+_MOST_FORMS = 4
+"""Chat templates with the arguments of requests that an episode remembers."""
 Call = list[str]
 """A tool call: name and arguments as JSON."""
 
@@ -63,6 +67,8 @@ class Segment:
     """For a chat, what the template wrote around the replies (`Continuation.written`). For a
     completion, prompt and reply."""
     tools: list[Any] | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template in which its requests differ from the run."""
     calls: list[list[Call]] = field(default_factory=list)
     """Tool calls of each reply."""
     routes: np.ndarray | None = None
@@ -131,6 +137,16 @@ class Limits:
     """Whether a request may start another segment."""
     vocab_size: int
     """Vocabulary size of the model. Token ids are smaller."""
+    long_prompts: bool = False
+    """Whether a first prompt may take the room of prompt and response together, as others may."""
+
+
+class _ChatForm(NamedTuple):
+    """How the chats of some requests are rendered, and their replies read."""
+
+    chat: ChatTemplate
+    template: AppendOnlyTemplate
+    reader: ReplyReader
 
 
 class Recorder:
@@ -144,10 +160,12 @@ class Recorder:
         read_calls: CallReader | None = None,
     ) -> None:
         """read_calls: parses tool calls in replies. None: see `ReplyReader`."""
+        self.chat = chat
         self._tokenizer = chat.tokenizer
-        self._template = AppendOnlyTemplate(chat, end_tokens)
-        self._reader = ReplyReader(chat, read_calls)
+        self._read_calls = read_calls
         self._ends = end_tokens
+        self._forms: dict[int, _ChatForm] = {}
+        """By the identity of a `ChatTemplate`, which the form keeps."""
         self._limits = limits
         self.segments: list[Segment] = []
         self.num_turns = 0
@@ -155,8 +173,13 @@ class Recorder:
         self.id_seed = 0
         """Seed of the ids of replies and calls; see `episodes.ids`."""
         self.turn_of_reply: dict[str, int] = {}
-        """Name of a reply (`ids.reply_name`) -> number of the turn."""
+        """Name of a reply (see `name_choices`) -> number of the turn."""
         self._turns_of_name: Counter[str] = Counter()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from transformers."""
+        return self._tokenizer
 
     def begin(self, ask: Ask) -> Turn:
         """Returns the turn of a request, which extends a segment or starts a new one.
@@ -165,18 +188,14 @@ class Recorder:
         yet, for unknown token ids, or without room for a reply: the first prompt may have
         max_prompt_tokens, and all tokens after it max_new_tokens. The turn's max_new_tokens is the
         room, or ask.max_tokens if that is less. Counts the turn; nothing else is recorded before
-        `finish`.
+        `finish`. See `begin_choices` for a request with several choices.
         """
-        if self.num_turns >= self._limits.max_turns:
-            raise Refusal(
-                f"got request {self.num_turns + 1} of an episode, expected at most "
-                f"actor.rollout.episode.max_turns={self._limits.max_turns}",
-                code="max_turns",
-            )
+        self._refuse_excess_turns(ask.num_choices, ask.model)
         match = self._match_chat(ask) if ask.messages else self._match_completion(ask)
         segment = match.segment
         new_ids = match.new_ids
         is_first = not any(each.name == ask.name for each in self.segments)
+        is_first = is_first and not self._limits.long_prompts
         if segment is None and self.segments and not self._limits.may_fork:
             raise Refusal(
                 "got a conversation that does not extend the recorded one; expected the earlier "
@@ -185,12 +204,13 @@ class Recorder:
             )
         self._refuse_unknown_tokens(new_ids)
         room = self._limits.max_new_tokens
-        if segment is not None:
-            room -= len(segment.tokens) + len(new_ids)
+        whole = room + self._limits.max_prompt_tokens
+        if segment is not None:  # the prompt of a branch may be longer than a first prompt
+            room = min(room, whole - len(segment.prompt)) - len(segment.tokens) - len(new_ids)
         elif is_first and len(new_ids) > self._limits.max_prompt_tokens:
             room = self._limits.max_prompt_tokens - len(new_ids)
         else:  # a branch, or a compacted history: its prompt has tokens of earlier turns
-            room = min(room, room + self._limits.max_prompt_tokens - len(new_ids))
+            room = min(room, whole - len(new_ids))
         if room < 1 or not new_ids and segment is None:
             raise Refusal(
                 f"got a conversation of {len(new_ids) + len(segment.ids if segment else [])} "
@@ -215,9 +235,65 @@ class Recorder:
             number_of_name,
         )
 
+    def begin_choices(self, ask: Ask) -> list[Turn]:
+        """Returns the turns of a request's choices: replies to the same prompt.
+
+        Each counts as a turn, with a number of its own. So n choices are the replies to n requests
+        with the same messages. Refusal as in `begin`, and for several choices unless may_fork is
+        set.
+        """
+        if ask.num_choices > 1 and not self._limits.may_fork:
+            raise Refusal(
+                f"n: got {ask.num_choices}, expected 1, because only one conversation of an "
+                f"episode is recorded; set actor.rollout.episode.segments=all (or longest) to "
+                f"record each choice as a segment",
+                code="not_append_only",
+            )
+        first = self.begin(ask)
+        turns = [first]
+        for index in range(1, ask.num_choices):
+            turns.append(
+                first._replace(
+                    number=first.number + index, number_of_name=first.number_of_name + index
+                )
+            )
+        self.num_turns += ask.num_choices - 1
+        self._turns_of_name[ask.name] += ask.num_choices - 1
+        return turns
+
+    def name_choices(self, turns: list[Turn]) -> list[str]:
+        """Returns the name of each choice's reply (`ids.reply_name`), and remembers their turns.
+
+        Choice k of several is also known by the name of the first one and ":k".
+        """
+        names = []
+        for turn in turns:
+            names.append(reply_name(self.id_seed, turn.number))
+        for index, (name, turn) in enumerate(zip(names, turns, strict=True)):
+            self.turn_of_reply[name] = turn.number
+            if len(turns) > 1:
+                self.turn_of_reply[f"{names[0]}:{index}"] = turn.number
+        return names
+
+    def reader_of(self, ask: Ask) -> ReplyReader:
+        """What reads the replies to a request, whose template arguments may set their form."""
+        return self._form_of(ask).reader
+
     def count_tokens(self, ask: Ask) -> int:
         """Number of tokens of a chat's prompt, encoded from scratch. Records nothing."""
-        return len(self._template.ids(self._template.begin(ask.messages, ask.tools).text))
+        template = self._form_of(ask).template
+        return len(template.ids(template.begin(ask.messages, ask.tools).text))
+
+    def _form_of(self, ask: Ask) -> _ChatForm:
+        """How a chat is rendered and read, with its own variables of the chat template."""
+        chat = self.chat.with_arguments(ask.template_arguments)
+        if id(chat) not in self._forms:
+            recent = list(self._forms.items())[1 - _MOST_FORMS :]
+            form = _ChatForm(
+                chat, AppendOnlyTemplate(chat, self._ends), ReplyReader(chat, self._read_calls)
+            )
+            self._forms = dict([*recent, (id(chat), form)])
+        return self._forms[id(chat)]
 
     def stop_of(self, ask: Ask, turn: Turn, response: VersionedResponse) -> str | None:
         """The stop string that ended a response; None if none did."""
@@ -229,6 +305,11 @@ class Recorder:
             if string in text:
                 positions.append((text.index(string), string))
         return min(positions)[1] if positions else None
+
+    def _refuse_excess_turns(self, num_choices: int, model: str) -> None:
+        """Refusal if the episode has not as many turns with the model left."""
+        if self.num_turns + num_choices > self._limits.max_turns:
+            raise too_many_turns(self.num_turns, self._limits.max_turns, model, num_choices)
 
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
@@ -274,7 +355,8 @@ class Recorder:
         spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
         raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
         said = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
-        message = self._reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
+        form = self._form_of(ask)
+        message = form.reader.read(said, ask.tools, partial(call_id, self.id_seed, turn.number))
         if message.get("tool_calls"):
             reason = "tool_calls"
         extends = any(each is turn.segment for each in self.segments)
@@ -282,7 +364,8 @@ class Recorder:
             old = turn.segment
             new_ids = turn.fresh
         else:
-            old = Segment(turn.ids, tools=ask.tools, name=ask.name)
+            own = form.chat.request_arguments
+            old = Segment(turn.ids, tools=ask.tools, template_arguments=own, name=ask.name)
             new_ids = []
         sampled, log_probs, versions = _sampled_columns(response)
         new = Segment(
@@ -294,6 +377,7 @@ class Recorder:
             [*ask.messages, message] if ask.messages else [],
             turn.text if ask.messages else turn.text + text,
             old.tools,
+            old.template_arguments,
             [*old.calls, calls_of(message)],
             routes,
             old.name,
@@ -321,38 +405,39 @@ class Recorder:
     def _match_chat(self, ask: Ask) -> Match:
         """Returns the segment that a chat extends, or None, and its new ids.
 
-        A recorded reply fits if its segment has the same name and tools, and its messages up to the
-        reply are the first messages of the chat. Replies behind most messages come first, the
-        newest of several. If it is the last of its segment, the chat extends the segment. If not,
-        the chat is a branch: None, and the ids are the recorded ones up to the reply and the new
-        ones. If none fits: None, and the ids are those of the complete chat. So too if no message
-        follows the reply. Refusal if there is no chat template, or if the template changes earlier
-        turns and may_fork is not set.
+        A recorded reply fits if its segment has the same name, tools and variables of the chat
+        template, and its messages up to the reply are the first messages of the chat. Replies
+        behind most messages come first, the newest of several. If it is the last of its segment,
+        the chat extends the segment. If not, the chat is a branch: None, and the ids are the
+        recorded ones up to the reply and the new ones. If none fits: None, and the ids are those of
+        the complete chat. So too if no message follows the reply. Refusal if there is no chat
+        template, or if the template changes earlier turns and may_fork is not set.
         """
         if not self._tokenizer.chat_template:
             raise Refusal("got messages, but the tokenizer has no chat template; use completions")
+        chat, template, reader = self._form_of(ask)
         for segment, reply in self._replies_of_chats(ask.name):
             size = reply.positions[-1] + 1
             recorded = segment.messages[:size]
-            if ask.tools != segment.tools or not self._reader.are_equal(
-                recorded, ask.messages[:size]
-            ):
+            if (segment.tools, segment.template_arguments) != (ask.tools, chat.request_arguments):
+                continue
+            if not reader.are_equal(recorded, ask.messages[:size]):
                 continue
             if len(ask.messages) == size:
                 break  # the model would continue its own reply
             try:
-                after = self._template.extend(reply.text, ask.messages, reply.positions, ask.tools)
+                after = template.extend(reply.text, ask.messages, reply.positions, ask.tools)
             except NotAppendOnly as err:
                 if self._limits.may_fork:
                     break
                 raise Refusal(str(err), code="not_append_only") from err
-            new_ids = self._template.ids_after(segment.tokens[reply.stop - 1], after.text)
+            new_ids = template.ids_after(segment.tokens[reply.stop - 1], after.text)
             if reply is segment.replies[-1]:
                 return Match(segment, new_ids, after.written, reply.positions)
             recorded_ids = segment.prompt + segment.tokens[: reply.stop]
             return Match(None, recorded_ids + new_ids, after.written, reply.positions)
-        first = self._template.begin(ask.messages, ask.tools)
-        return Match(None, self._template.ids(first.text), first.written)
+        first = template.begin(ask.messages, ask.tools)
+        return Match(None, template.ids(first.text), first.written)
 
     def _replies_of_chats(self, name: str) -> list[tuple[Segment, RecordedReply]]:
         """All replies of chats with this name: those behind most messages first, of these the
@@ -379,10 +464,21 @@ class Recorder:
                     return Match(segment, ask.prompt[size:], segment.text)
             elif not segment.messages and ask.prompt.startswith(segment.text):
                 more = ask.prompt[len(segment.text) :]
-                return Match(segment, self._template.ids(more) if more else [], ask.prompt)
+                return Match(segment, self.chat.ids([more])[0] if more else [], ask.prompt)
         if isinstance(ask.prompt, list):
             return Match(None, ask.prompt, "")
         return Match(None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt)
+
+
+def too_many_turns(num_turns: int, most: int, model: str, num_choices: int = 1) -> Refusal:
+    """The refusal of a request after `num_turns` others to the same model."""
+    key = "actor.rollout.episode"
+    if model != POLICY:
+        key = f"{key}.models.{model}"
+    got = f"request {num_turns + 1} of an episode"
+    if num_choices > 1:
+        got = f"n={num_choices}, which counts as {num_choices} requests, after {num_turns}"
+    return Refusal(f"got {got}, expected at most {key}.max_turns={most}", code="max_turns")
 
 
 def _sampled_columns(response: VersionedResponse) -> tuple[list[bool], list[float], list[int]]:

@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from spmdflow.datasets.chat import ChatTemplate
-from spmdflow.episodes.message_form import Message, answer_of, form_of, to_template_messages
+from spmdflow.episodes.message_form import (
+    Message,
+    ThoughtMarks,
+    answer_of,
+    form_of,
+    to_template_messages,
+)
 from spmdflow.rollout.vllm_tools import CallReader
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -41,6 +47,18 @@ class ReplyReader:
         self._tokenizer = chat.tokenizer
         self._read_calls = read_calls
         self._marks = form_of(chat).marks
+
+    @property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """The marks around thoughts; None if the chat template knows no thoughts."""
+        return self._marks
+
+    def opens_thought(self, prompt: list[int]) -> bool:
+        """Whether the prompt with these ids ends with the mark that opens a thought."""
+        if self._marks is None:
+            return False
+        last = prompt[-_OPENING_TOKENS - len(self._marks.start.encode()) :]
+        return bool(self._tokenizer.decode(last).rstrip().endswith(self._marks.start))
 
     def read(
         self, sampled: Sampled, tools: list[Any] | None, call_id: Callable[[int], str]
@@ -77,6 +95,8 @@ class ReplyReader:
         of an assistant's text only the answer, because clients send a thought in the text, in a
         field of its own, or not at all.
         """
+        if recorded == repeated:
+            return True
         if len(recorded) != len(repeated):
             return False
         return all(map(self._is_equal, recorded, repeated))
@@ -101,8 +121,7 @@ class ReplyReader:
         marks = self._marks
         if marks is None:
             return "", sampled.text, sampled.raw
-        last = sampled.prompt[-_OPENING_TOKENS - len(marks.start.encode()) :]
-        is_open = self._tokenizer.decode(last).rstrip().endswith(marks.start)
+        is_open = self.opens_thought(sampled.prompt)
         thought, raw = marks.split(sampled.raw, is_open=is_open)
         if raw == sampled.raw:
             return "", sampled.text, sampled.raw

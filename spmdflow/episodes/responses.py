@@ -14,6 +14,7 @@ from typing import Any
 from spmdflow.episodes.ask import (
     ROLES,
     Ask,
+    EarlierReply,
     Message,
     Refusal,
     Reply,
@@ -21,12 +22,13 @@ from spmdflow.episodes.ask import (
     function_tool,
     join_parts,
     read_choice,
+    read_effort,
     read_limit,
     read_object,
+    read_template_arguments,
     warn_of_ignored,
 )
 from spmdflow.episodes.dialect import (
-    MODEL,
     ApiDialect,
     EventStream,
     check_log_probs,
@@ -37,6 +39,7 @@ from spmdflow.episodes.guided import format_grammar
 
 _SUPPORTED = {
     "background",
+    "chat_template_kwargs",
     "conversation",
     "include",
     "input",
@@ -46,6 +49,7 @@ _SUPPORTED = {
     "parallel_tool_calls",
     "previous_response_id",
     "prompt",
+    "reasoning",
     "store",
     "stream",
     "text",
@@ -65,7 +69,7 @@ class ResponsesDialect(ApiDialect):
     """`/v1/responses`."""
 
     def parse(
-        self, body: object, *, past: Mapping[str, list[Message]], warned_fields: set[str]
+        self, body: object, *, past: Mapping[str, EarlierReply], warned_fields: set[str]
     ) -> Ask:
         """See ApiDialect.parse."""
         fields = read_object(body)
@@ -85,11 +89,13 @@ class ResponsesDialect(ApiDialect):
                     status=404,
                     code="not_found",
                 )
-            messages += past[earlier]
+            messages += past[earlier].messages
         messages += _read_input(fields.get("input"))
         tools, choice = _read_tools(fields)
         num_likeliest = check_log_probs("top_logprobs", fields.get("top_logprobs"))
         text = read_object(fields.get("text") or {})
+        reasoning = read_object(fields.get("reasoning") or {})
+        warn_of_ignored(reasoning, {"effort"}, warned_fields)
         return Ask(
             messages,
             tools=tools,
@@ -101,6 +107,8 @@ class ResponsesDialect(ApiDialect):
             choice=choice,
             one_call=bool(tools) and fields.get("parallel_tool_calls") is False,
             num_instructions=int(bool(messages) and isinstance(fields.get("instructions"), str)),
+            template_arguments=read_template_arguments(fields.get("chat_template_kwargs")),
+            reasoning_effort=read_effort("reasoning.effort", reasoning.get("effort")),
         )
 
     def answer(self, ask: Ask, reply: Reply) -> dict[str, Any]:
@@ -111,9 +119,10 @@ class ResponsesDialect(ApiDialect):
         """See ApiDialect.stream."""
         return _ResponseStream(ask, name)
 
-    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, list[Message]]:
+    def past_of(self, ask: Ask, reply: Reply) -> tuple[str, EarlierReply]:
         """See ApiDialect.past_of: all messages but the instructions, which are not inherited."""
-        return f"resp_{reply.name}", [*ask.messages[ask.num_instructions :], reply.message]
+        messages = [*ask.messages[ask.num_instructions :], reply.message]
+        return f"resp_{reply.name}", EarlierReply(messages, ask.tools)
 
 
 def _read_input(given: object) -> list[Message]:
@@ -266,11 +275,11 @@ def _response(
     if reply is not None:
         status = "incomplete" if is_cut else "completed"
         usage = {
-            "input_tokens": len(reply.prompt_ids),
+            "input_tokens": reply.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": len(reply.drawn.tokens),
+            "output_tokens": reply.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": len(reply.prompt_ids) + len(reply.drawn.tokens),
+            "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
         }
     tools = []
     for tool in ask.tools or ():
@@ -285,7 +294,7 @@ def _response(
         "instructions": None,
         "max_output_tokens": ask.max_tokens,
         "metadata": {},
-        "model": MODEL,
+        "model": ask.model,
         "output": output,
         "parallel_tool_calls": not ask.one_call,
         "store": False,
@@ -322,11 +331,41 @@ class _ResponseStream(EventStream):
         """Where the text is."""
         return {"item_id": f"msg_{self._name}", "output_index": len(self._done), "content_index": 0}
 
+    def write_thought(self, more: str) -> bytes:
+        """See EventStream.write_thought."""
+        begin = b""
+        if self.sent_thought == more:
+            item = _thought_item(self._name, "") | {"content": []}
+            begin = self._event("output_item.added", output_index=0, item=item)
+            part = {"type": "reasoning_text", "text": ""}
+            begin += self._event("content_part.added", part=part, **self._thought_part)
+        return begin + self._event("reasoning_text.delta", delta=more, **self._thought_part)
+
+    @property
+    def _thought_part(self) -> dict[str, Any]:
+        """Where the thought is."""
+        return {"item_id": f"rs_{self._name}", "output_index": 0, "content_index": 0}
+
+    def _end_thought(self) -> bytes:
+        """The end of the thought, if one was sent and has not ended."""
+        if not self.sent_thought or self._done:
+            return b""
+        item = _thought_item(self._name, self.sent_thought)
+        text = self._event("reasoning_text.done", text=self.sent_thought, **self._thought_part)
+        part = self._event("content_part.done", part=item["content"][0], **self._thought_part)
+        return text + part + self._end_item(item)
+
+    def _end_item(self, item: dict[str, Any]) -> bytes:
+        data = self._event("output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        return data
+
     def _begin_text(self) -> bytes:
+        thought = self._end_thought()
         item = _text_item(self._name, "", []) | {"status": "in_progress", "content": []}
         added = self._event("output_item.added", output_index=len(self._done), item=item)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return added + self._event("content_part.added", part=part, **self._part)
+        return thought + added + self._event("content_part.added", part=part, **self._part)
 
     def write_text(self, more: str) -> bytes:
         """See EventStream.write_text."""
@@ -335,22 +374,16 @@ class _ResponseStream(EventStream):
 
     def finish(self, reply: Reply) -> bytes:
         """See EventStream.finish."""
-        data = b""
-        for item in sorted(_output(self._ask, reply), key=self._is_begun, reverse=True):
+        data = self._end_thought()
+        for item in _output(self._ask, reply):
             if item["type"] == "message":
-                data += self._end_text(item)
+                if self.sent:
+                    item = _text_item(self._name, self.sent, item["content"][0]["logprobs"])
+                data += self._end_text(item) + self._end_item(item)
             elif item["type"] == "function_call":
-                data += self._call(item)
-            else:
-                data += self._event("output_item.added", output_index=len(self._done), item=item)
-            data += self._event("output_item.done", output_index=len(self._done), item=item)
-            self._done.append(item)
+                data += self._call(item) + self._end_item(item)
         response = _response(self._ask, self._name, self._done, reply)
         return data + self._event(response["status"], response=response)
-
-    def _is_begun(self, item: Mapping[str, Any]) -> bool:
-        """Whether events of an item were sent, so that it must be the next one to end."""
-        return bool(self.sent) and item["type"] == "message"
 
     def _end_text(self, item: Mapping[str, Any]) -> bytes:
         begin = b"" if self.sent else self._begin_text()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,8 @@ class Episode(NamedTuple):
     segments: tuple[SegmentRow, ...] = ()
     """All its trained segments, in the order of their last replies. Empty if they are not recorded
     (segments is not "all"), and for an episode without a score."""
+    uses: Mapping[str, list[int]] = MappingProxyType({})
+    """Model that is not the policy -> [requests, failed ones, tokens of its replies]."""
 
 
 def row_of(credited: CreditedSegment) -> SegmentRow:
@@ -75,7 +78,7 @@ def row_of(credited: CreditedSegment) -> SegmentRow:
 def to_plain(episode: Episode) -> tuple[Any, ...]:
     """The fields of an episode as plain data, for a broadcast."""
     segments: Any = tuple(tuple(each) for each in episode.segments)
-    return tuple(episode._replace(segments=segments))
+    return tuple(episode._replace(segments=segments, uses=dict(episode.uses)))
 
 
 def from_plain(fields: Sequence[Any]) -> Episode:

@@ -151,6 +151,8 @@ class Rollout(Precision):
     vLLM before asynchronous scheduling, which the paper's cluster ran."""
     checks_per_sync: float = 1.0
     """Part of the weight syncs that compare checksums."""
+    frozen_bytes: float = 0.0
+    """Weights of other models that episodes call, on the first rank of a replica."""
 
     def __post_init__(self) -> None:
         assert self.weights in ("flat", "blocks", "copy", "adapter"), self.weights

@@ -47,13 +47,16 @@ LOGIT_BYTES = 8
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
     """Return the bytes that a model keeps on a rank between calls, by part.
 
-    A part in host memory (engine.moved) counts as 0.
+    A part in host memory (engine.moved) counts as 0. Models that episodes call count on every rank,
+    though only the first one of a replica has them.
     """
     moved = model.engine.moved
     parts = state_bytes(model, cut)
     result = {}
     for name, size in parts.items():
         result[name] = (name not in moved) * size
+    if model.rollout is not None and model.rollout.frozen_bytes:
+        result["frozen_models"] = model.rollout.frozen_bytes + 0.0 * cut.dp
     return result
 
 

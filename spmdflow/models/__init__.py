@@ -21,5 +21,6 @@
 | generator | generation on ranks of its own, and what it shares with the actor |
 | ahead | rows that a generator draws ahead of the steps that learn from them |
 | turn, episode | another turn of a response; conversations with an environment |
+| frozen | the weights of other models that these conversations call |
 | rows | rows of data -> the rows of prompt and response that engines read |
 """

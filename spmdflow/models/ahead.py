@@ -18,6 +18,7 @@ from torch import Tensor
 from spmdflow.checkpoint.rows import read_columns, write_rows
 from spmdflow.data.column import column_of
 from spmdflow.data.ragged import ragged_from_rows
+from spmdflow.episodes.judging import EpisodeGroups
 from spmdflow.episodes.result import Episode
 from spmdflow.episodes.run import EpisodeRunner
 from spmdflow.parallel.group import all_gather_plain
@@ -75,10 +76,15 @@ class RowsAhead:
         assert self._runner is not None, "its settings have an environment"
         self._numbers |= zip(ids, self._runner.begin(rows, sampling, seed_of_turn), strict=True)
 
-    def finish_episodes(self, ids: Sequence[int]) -> list[Episode]:
-        """Continues until the episodes of these rows have ended, and removes them."""
+    def finish_episodes(
+        self, ids: Sequence[int], groups: EpisodeGroups | None = None
+    ) -> list[Episode]:
+        """Continues until the episodes of these rows have ended, and removes them.
+
+        groups: see `EpisodeRunner.finish`.
+        """
         assert self._runner is not None, "its settings have an environment"
-        return self._runner.finish([self._numbers.pop(row) for row in ids])
+        return self._runner.finish([self._numbers.pop(row) for row in ids], groups=groups)
 
     def generate_until(self, halt_id: int) -> None:
         """Generate for all unfinished rows until `halt(halt_id)`, or until every row has ended.

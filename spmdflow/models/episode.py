@@ -18,19 +18,21 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.episode import KEY, EpisodeConfig, environment_of
-from spmdflow.config.schema import TRUSTED_ROLES
+from spmdflow.config.episode_models import AT_STEP, STEP_PREFIX, episode_models
 from spmdflow.data.ragged import ragged, ragged_from_rows, rows_of
 from spmdflow.data.row_id import is_held_out, seed_of
-from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.episodes.conversation import check_template
+from spmdflow.episodes.judging import EpisodeGroups
 from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.result import Episode, SegmentRow
 from spmdflow.episodes.run import EpisodeRunner
 from spmdflow.errors import ConfigError, RewardError
+from spmdflow.models.frozen import chat_template, model_set
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
 from spmdflow.models.turn import written_routes
 from spmdflow.objectives import segments
+from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.resumable import ResumableRequests
@@ -122,6 +124,7 @@ class EpisodeWorker(Worker):
         also_writes=written_by_episodes,
         draws=True,
         check=check_environment,
+        parents=True,
     )
     def run_episodes(
         self, batch: TensorDict, *, greedy: bool = False, prefix: str = "reward"
@@ -144,8 +147,28 @@ class EpisodeWorker(Worker):
             self.sampling.for_call(greedy=greedy),
             partial(self._turn_seed, self.call),
             strict=self._is_strict(),
+            groups=None if greedy else self.judged_groups(),
         )
         return self.episode_columns(batch, episodes, prefix).exclude(*ENDED)
+
+    def judged_groups(self) -> EpisodeGroups | None:
+        """Return the groups of this call's episodes, which the judge scores; None without one."""
+        if self.cfg.rollout.episode.judge is None:
+            return None
+        assert self.call.parents is not None, "registered with parents=True"
+        ranks = self.context.layout.ranks
+
+        def exchange(mine: Any) -> list[Any]:
+            if len(ranks) == 1:
+                return [mine]
+            return all_gather_plain(mine, self.context.groups.get(ranks, backend="gloo"))
+
+        return EpisodeGroups(
+            self.call.row_ids.tolist(),
+            self.call.parents.tolist(),
+            ranks.index(self.runner.first_rank),
+            exchange,
+        )
 
     @property
     def runner(self) -> EpisodeRunner:
@@ -195,28 +218,28 @@ class EpisodeWorker(Worker):
         if not isinstance(getattr(cfg, "episode", None), EpisodeConfig):
             return
         may_fork = cfg.episode.segments != "one"
-        chat = ChatTemplate(
-            load_tokenizer(cfg.tokenizer_path),
-            cfg.chat_template_arguments,
-            date=cfg.chat_template_date,
-            trusted_roles=TRUSTED_ROLES if cfg.trusted_roles is None else cfg.trusted_roles,
-        )
+        chat = chat_template(cfg, cfg.tokenizer_path)
         if not may_fork:
             check_template(chat, end_tokens(self.cfg.model.path))
         self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
+        limits = Limits(
+            max_turns=cfg.episode.max_turns,
+            max_prompt_tokens=cfg.max_prompt_tokens,
+            max_new_tokens=cfg.max_new_tokens,
+            may_fork=may_fork,
+            vocab_size=vocab_size(self.cfg.model.path),
+        )
+        replica = Replica.of(self.context.layout, self.context.rank, self.context.groups)
+        is_first = replica.replica_rank == 0
         self._runner = EpisodeRunner(
             cfg.episode,
-            Limits(
-                max_turns=cfg.episode.max_turns,
-                max_prompt_tokens=cfg.max_prompt_tokens,
-                max_new_tokens=cfg.max_new_tokens,
-                may_fork=may_fork,
-                vocab_size=vocab_size(self.cfg.model.path),
-            ),
+            limits,
             self.requests,
             chat=chat,
             end_tokens=end_tokens(self.cfg.model.path),
-            replica=Replica.of(self.context.layout, self.context.rank, self.context.groups),
+            replica=replica,
+            models=model_set(self.cfg, self.context, limits, chat, is_first=is_first),
+            rank_on_node=self.context.rank_on_node,
         )
 
     def fresh_generator(self) -> Generator:
@@ -295,6 +318,28 @@ class EpisodeWorker(Worker):
                 "episodes/forked": Sum(sum(episode.num_segments > 1 for episode in episodes)),
             }
         )
+        self._report_models(episodes)
+
+    def _report_models(self, episodes: list[Episode]) -> None:
+        """Report requests, failed requests and tokens of each model that is not the policy.
+
+        All checkpoints are reported together, as policy@step.
+        """
+        names = episode_models(f"{KEY}.models", self.cfg.rollout.episode.models)
+        totals = {name: [0, 0, 0] for name in names}
+        for episode in episodes:
+            for name, use in episode.uses.items():
+                total = totals[AT_STEP if name.startswith(STEP_PREFIX) else name]
+                for index, count in enumerate(use):
+                    total[index] += count
+        for name, (requests, failed, tokens) in totals.items():
+            self.report(
+                {
+                    f"episodes/requests_{name}": Sum(requests),
+                    f"episodes/failed_requests_{name}": Sum(failed),
+                    f"episodes/tokens_{name}": Sum(tokens),
+                }
+            )
 
     def _columns(self, batch: TensorDict, episodes: list[Episode]) -> TensorDict:
         """Return the columns of `run_episodes`, and token_versions (ragged int32).

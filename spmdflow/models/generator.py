@@ -238,8 +238,10 @@ class SamplingWorker(EpisodeWorker):
         self.generator.return_routes()
 
     def make_room(self, *, trains: bool) -> None:
-        """Frees the KV cache."""
+        """Frees the KV cache, and those of models that episodes call."""
         self.generator.sleep()
+        if self._runner is not None:
+            self._runner.sleep()
 
     def close(self) -> None:
         """Ends the environments, and frees the generator."""
@@ -328,15 +330,15 @@ class GeneratorWorker(SamplingWorker):
         self._ahead = RowsAhead(self.requests, replica, self._runner)
 
     @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), draws=True)
-    def begin_sequences(self, batch: TensorDict, *, step: int) -> None:
+    def begin_sequences(self, batch: TensorDict, *, number: int) -> None:
         """Add rows without generating them yet. Later calls generate their responses.
 
-        step: the step that learns from the rows. Their seeds are those of this step, whenever they
-        are generated. Rows that were generated ahead are suspended. ProtocolError before
-        `open_queue`, WeightSyncError if the generator has no weights.
+        number: of the batch in the queue, from 1. The rows have the seeds that they would have in
+        the step of this number, whenever they are generated. Unfinished rows stay where they are.
+        ProtocolError before `open_queue`, WeightSyncError if the generator has no weights.
         """
-        self.fresh_generator()
-        call = replace(self.call, step=step)
+        self._check_weights()
+        call = replace(self.call, step=number)
         rows = rows_of(batch["prompts"])
         seeds = row_seeds(self.context, call)
         sampling = self.sampling.for_call()
@@ -389,18 +391,18 @@ class GeneratorWorker(SamplingWorker):
         draws=True,
         check=check_environment,
     )
-    def begin_episodes(self, batch: TensorDict, *, step: int) -> None:
+    def begin_episodes(self, batch: TensorDict, *, number: int) -> None:
         """Add an episode for each row without running it yet. Later calls run them.
 
-        step: see `begin_sequences`. ProtocolError before `open_queue`, WeightSyncError if the
+        number: see `begin_sequences`. ProtocolError before `open_queue`, WeightSyncError if the
         generator has no weights.
         """
-        self.fresh_generator()
+        self._check_weights()
         self.rows_ahead.begin_episodes(
             self.call.row_ids.tolist(),
             self.episode_rows(batch),
             self.sampling.for_call(),
-            partial(self._turn_seed, replace(self.call, step=step)),
+            partial(self._turn_seed, replace(self.call, step=number)),
         )
 
     @register(
@@ -409,6 +411,7 @@ class GeneratorWorker(SamplingWorker):
         writes=(*EPISODE_COLUMNS, "token_versions"),
         also_writes=written_by_ended_episodes,
         finishes=True,
+        parents=True,
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
         """Return the episodes of rows that `begin_episodes` added on the same ranks.
@@ -417,7 +420,8 @@ class GeneratorWorker(SamplingWorker):
         token_versions as in `finish_sequences`; -1 for tokens of the environment. version: see
         `finish_sequences`; rollout/age counts only tokens that the policy sampled.
         """
-        episodes = self.rows_ahead.finish_episodes(self.call.row_ids.tolist())
+        ids = self.call.row_ids.tolist()
+        episodes = self.rows_ahead.finish_episodes(ids, self.judged_groups())
         columns = self.episode_columns(batch, episodes, "reward")
         versions = columns["token_versions"].values()[columns["response_mask"].values()]
         self._report_ages(version - versions)
@@ -493,12 +497,16 @@ class GeneratorWorker(SamplingWorker):
         Suspends rows that are generated ahead. WeightSyncError if it has not received or loaded
         any.
         """
+        self._check_weights()
+        if self._ahead is not None:
+            self._ahead.suspend_all()
+        return self.generator
+
+    def _check_weights(self) -> None:
+        """Report the version of the generator's weights; WeightSyncError if it has none."""
         if self.generator.weights_version == NEVER:
             got = "a generator without weights"
             do = "connect the two with flow.connect(actor, generator) and call its "
             do += "sync() first, or call load_weights() for those of the folder"
             raise WeightSyncError.of("generate", got, "those of the policy", do)
-        if self._ahead is not None:
-            self._ahead.suspend_all()
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
-        return self.generator

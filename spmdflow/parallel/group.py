@@ -198,7 +198,7 @@ def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
         device = torch.device("cpu")
     else:
         device = own_device()
-    data = torch.frombuffer(bytearray(encode(_Payload(mine))), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(encode(_Payload(mine), max_bytes=None)), dtype=torch.uint8)
     sizes = []
     for _ in range(group.size()):
         sizes.append(torch.zeros(1, dtype=torch.int64, device=device))
@@ -208,7 +208,7 @@ def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
     payloads = (each[: int(size)].cpu().numpy().data for each, size in zip(gathered, sizes))
-    return [decode(data).value for data in payloads]
+    return [decode(data, max_bytes=None).value for data in payloads]
 
 
 def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:

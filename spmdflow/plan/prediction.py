@@ -238,6 +238,7 @@ def _memory_problem(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> 
         f"{role}.engine.micro_batch_tokens",
         "logits": f"set a smaller {role}.engine.micro_batch_tokens",
         "kv_cache": f"lower {role}.rollout.{'kv_cache_gib' if is_fixed else 'max_batch_size'}",
+        "frozen_models": f"take a model out of {role}.rollout.episode.models",
         "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.offload=[optimizer]",
     }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
     return Problem(

@@ -27,6 +27,7 @@ _MEMORY_NAMES = {
     "optimizer": "optim",
     "activations": "activ",
     "generation_weights": "gen.wts",
+    "frozen_models": "frozen",
     "kv_cache": "kv",
 }
 _Rows = list[Sequence[object]]

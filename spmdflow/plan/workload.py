@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from spmdflow.config.episode import KEY, EpisodeConfig
+from spmdflow.config.episode_models import AT_STEP, FrozenModel, episode_models
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
@@ -254,7 +256,28 @@ def _rollout(traced: TracedModel) -> Rollout:
         max_batch_size=rollout.max_batch_size,
         overlaps_host=generator_kind(rollout.generator).overlaps_host,
         checks_per_sync=1 / rollout.verify_every if rollout.verify_every else 0.0,
+        frozen_bytes=_frozen_bytes(traced.settings),
     )
+
+
+def _frozen_bytes(settings: Any) -> float:
+    """Return the bytes of the weights of other models that episodes call by name.
+
+    They are in the generator's precision; their KV caches are not counted. Checkpoints count as
+    often as they may be loaded at once.
+    """
+    episode = getattr(settings.rollout, "episode", None)
+    if not isinstance(episode, EpisodeConfig):
+        return 0.0
+    element_bytes = getattr(torch, settings.rollout.precision).itemsize
+    total = 0.0
+    for model in episode_models(f"{KEY}.models", episode.models).values():
+        if isinstance(model, FrozenModel):
+            folder = model.path or settings.model.path
+            sizes = Architecture.sizes_from_folder(folder)
+            copies = model.loaded if model.name == AT_STEP else 1
+            total += copies * sizes.num_parameters * element_bytes
+    return total
 
 
 def _longest_rows(workload: Workload, tokens: Tokens) -> Workload:

@@ -159,5 +159,6 @@ def _sample_row(title: str, sample: Mapping[str, Any]) -> ShownRow:
         start += length
     mask = [digit == "1" for digit in sample.get("mask", "1" * len(tokens))]
     parts = cut_parts(tokens, mask, read=_READ, trained=_TRAINED)
-    notes = (("prompt", sample["prompt"]), ("score", f"{sample['score']}"))
-    return ShownRow(title, len(tokens), tuple(parts), notes)
+    notes = (("score", f"{sample['score']}"),)
+    prompt = (("prompt", sample["prompt"]),)
+    return ShownRow(title, len(tokens), tuple(parts), notes, prompt)

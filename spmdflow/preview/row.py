@@ -41,6 +41,8 @@ class ShownRow:
     parts: tuple[Part, ...]
     notes: tuple[tuple[str, str], ...] = ()
     """(label, text), shown below the tokens."""
+    text_before: tuple[tuple[str, str], ...] = ()
+    """(label, text) of what stands before the tokens, where only its text is known."""
 
 
 def tokens_of(tokenizer: Any, ids: Sequence[int]) -> list[Token]:

@@ -59,16 +59,22 @@ def section_lines(section: Section, width: int) -> Iterator[Text]:
 
 
 def row_lines(row: ShownRow, width: int) -> Iterator[Text]:
-    """Yield the lines of a row: its title, the tokens of each part, and its notes.
+    """Yield the lines of a row: its title, text before its tokens, each part's tokens, its notes.
 
     width: columns of the terminal.
     """
     trained = sum(len(part.tokens) for part in row.parts if part.is_trained)
     yield Text(f"{row.title}: {row.num_tokens} tokens, {trained} trained", "bold")
+    for label, text in row.text_before:
+        yield _note_line(label, text)
     for part in row.parts:
         yield from part_lines(part, width)
     for label, text in row.notes:
-        yield Text(f"  {label:<{_LABEL_WIDTH}}{shorten_text(printable(text), _NOTE_CHARACTERS)}")
+        yield _note_line(label, text)
+
+
+def _note_line(label: str, text: str) -> Text:
+    return Text(f"  {label:<{_LABEL_WIDTH}}{shorten_text(printable(text), _NOTE_CHARACTERS)}")
 
 
 def part_lines(part: Part, width: int) -> Iterator[Text]:

@@ -49,6 +49,7 @@ _OUR_MODULES = (
     "spmdflow.source_file",
     "spmdflow.rewards.calling",
     "spmdflow.episodes.child",
+    "spmdflow.episodes.isolated",
 )
 # bound before the user's code is imported, which may replace json.dumps and json.loads
 encode = json.JSONEncoder().encode
@@ -96,7 +97,7 @@ def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
     Then send {"worker": pid} to the pool and return the socket, which children do not inherit. The
     keeper ends this process when the pool's process ends.
     """
-    _set_up_signals()
+    set_up_signals()
     _show_stacks(stack_fd)
     _limit_memory()
     # write whole lines; with PYTHONUNBUFFERED each piece of a line would be a separate write
@@ -107,7 +108,7 @@ def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
     return channel
 
 
-def _set_up_signals() -> None:
+def set_up_signals() -> None:
     """Ignore SIGTERM and SIGINT in this process, and unblock all signals.
 
     A batch system may signal every process of a job and let the ranks save a checkpoint; this

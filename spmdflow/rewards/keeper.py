@@ -37,10 +37,17 @@ _KILL_SECONDS = 4.0
 
 
 def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
-    """Become a subreaper, fork the worker process, and clean up after it. Never returns here.
+    """Become a keeper; its worker process runs `main` of the module `child`."""
+    become_keeper(lifeline_fd, (socket_fd, stack_fd))
+    importlib.import_module(child).main(socket_fd, stack_fd)
 
-    The parent waits as the keeper (`_wait_and_kill`). The forked child starts a session of its own,
-    is killed if the keeper dies, and runs `main` of the module `child`.
+
+def become_keeper(lifeline_fd: int, worker_fds: tuple[int, ...]) -> None:
+    """Become a subreaper, fork the worker process, and clean up after it.
+
+    The parent waits as the keeper (`_wait_and_kill`), and never returns. The forked child starts a
+    session of its own, is killed if the keeper dies, and returns with all signals blocked.
+    worker_fds: descriptors that the keeper closes.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A batch system may signal every process of a job; the worker process unblocks what it needs.
@@ -48,15 +55,14 @@ def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     keeper_pid = os.getpid()
     worker_pid = os.fork()
     if worker_pid > 0:
-        os.close(socket_fd)
-        os.close(stack_fd)
+        for descriptor in worker_fds:
+            os.close(descriptor)
         _wait_and_kill(worker_pid, lifeline_fd)
     os.close(lifeline_fd)
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper_pid:  # it has ended already
         os._exit(1)
-    importlib.import_module(child).main(socket_fd, stack_fd)
 
 
 def _wait_and_kill(worker_pid: int, lifeline_fd: int) -> None:
@@ -80,8 +86,22 @@ def _wait_and_kill(worker_pid: int, lifeline_fd: int) -> None:
         ready = poll.poll(milliseconds)
         status = _reap().get(worker_pid)
         is_wanted = all(descriptor != lifeline_fd for descriptor, _ in ready)
+    if status is None:
+        _kill_worker(worker_pid)
     _kill_children()
     _exit_with_status(0 if status is None else status)
+
+
+def _kill_worker(pid: int) -> None:
+    """Kill a child with SIGKILL and reap it, if it ends within 20 ms.
+
+    What it leaves are then children of this process; usually there are none, and no need to look at
+    all processes of the node.
+    """
+    os.kill(pid, signal.SIGKILL)
+    limit = time.monotonic() + _LOOK_MILLISECONDS / 1000
+    while time.monotonic() < limit and pid not in _reap():
+        time.sleep(0.0005)
 
 
 def _reap() -> dict[int, int]:
@@ -102,15 +122,22 @@ def _kill_children() -> None:
     Grandchildren become children when their parent ends, and are killed too.
     """
     limit = time.monotonic() + _KILL_SECONDS
-    while time.monotonic() < limit:
+    while time.monotonic() < limit and _has_children():
         children = _child_pids()
-        if not children:
-            return
         for pid in children:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
         _reap()
+
+
+def _has_children() -> bool:
+    """Whether this process has children, also ones that have ended and were not reaped."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _child_pids() -> list[int]:

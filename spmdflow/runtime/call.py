@@ -24,7 +24,7 @@ import signal
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -138,6 +138,25 @@ class Call:
     def ranks(self) -> tuple[int, ...]:
         """Ranks that take part, ascending."""
         return tuple(sorted(self.commands))
+
+
+def with_freed(call: Call, freed: Mapping[int, Sequence[int]]) -> Call:
+    """Return the call with an entry "free" in its commands: the results that each rank must forget.
+
+    Ranks that shared one command still do if they forget the same results. Without freed results,
+    returns the call itself.
+    """
+    if not freed:
+        return call
+    commands: dict[int, Mapping[str, Any]] = {}
+    shared: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
+    for rank, command in call.commands.items():
+        numbers = tuple(freed.get(rank, ()))
+        key = (id(command), numbers)
+        if key not in shared:
+            shared[key] = {**command, "free": list(numbers)} if numbers else dict(command)
+        commands[rank] = shared[key]
+    return replace(call, commands=commands)
 
 
 class Pending:

@@ -41,6 +41,9 @@ class Command:
     generation: Tensor | None = None
     """(B,) int64: number of earlier calls in this step that drew for each row. None: the method is
     not marked with draws=True."""
+    parents: Tensor | None = None
+    """(B,) int64: rows with the same parent are samples of one prompt. None: the method is not
+    marked with parents=True."""
     total_steps: int = 0
     """Number of steps that the script takes (flow.steps), for updates. 0: outside of its steps."""
     ticket: int = 0
@@ -62,8 +65,8 @@ class Command:
     def on_rows(cls, payload: Mapping[str, Any], number: int) -> Command:
         """Return the command of call `number` as its method sees it, from the payload of a message.
 
-        Converts the payload's NumPy arrays to tensors: row ids, the rows of each mini-batch and,
-        only if the method draws, `generation`.
+        Converts the payload's NumPy arrays to tensors: row ids, the rows of each mini-batch and, if
+        the method is marked so, `generation` and `parents`.
         """
         mini_batches = []
         for index, num_micro_batches in payload["mini"]:
@@ -77,6 +80,8 @@ class Command:
             total_steps=payload.get("total_steps", 0),
             payload=payload,
         )
+        if "parents" in payload:
+            command = replace(command, parents=torch.from_numpy(payload["parents"]))
         if "generation" in payload:
             return replace(command, generation=torch.from_numpy(payload["generation"]))
         return command

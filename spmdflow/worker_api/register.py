@@ -67,6 +67,8 @@ class MethodSpec:
     """Returns a map function and its arguments, from the model's settings. That function runs on
     the rows and the answer, and the columns that it writes join the answer. None: there is no such
     function."""
+    parents: bool = False
+    """Whether the method gets the group of each row."""
     on_demand: bool = False
     """Whether a call waits until something reads its columns, unless the settings say that
     something will (controller/on_demand.py). The model may not have been built before that."""
@@ -96,6 +98,7 @@ def register(
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None,
     on_demand: bool = False,
     also_writes: Callable[[Any], tuple[str, ...]] | None = None,
+    parents: bool = False,
 ) -> Callable[[F], F]:
     """Return a decorator that marks a worker method for the controller (paper 4.1, Table 3).
 
@@ -132,6 +135,7 @@ def register(
     on_demand: nothing is computed until something reads the columns, for a frozen model whose
     answer often nobody needs, such as `compute_ref_log_prob`.
     also_writes: returns further columns that the method writes, from the model's settings.
+    parents: `self.call.parents` has the group of each row.
     """
     spec = MethodSpec(
         transfer_mode=transfer_mode,
@@ -148,6 +152,7 @@ def register(
         followed_by=followed_by,
         on_demand=on_demand,
         also_writes=also_writes,
+        parents=parents,
     )
 
     def mark(method: F) -> F:

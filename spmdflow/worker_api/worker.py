@@ -66,6 +66,12 @@ class WorkerContext:
             return self.nodes[rank]
         return 0
 
+    @property
+    def rank_on_node(self) -> int:
+        """Number of this rank among those of its node, from 0."""
+        neighbours = [r for r in range(self.rank) if self.node_of(r) == self.node_of(self.rank)]
+        return len(neighbours)
+
 
 class Worker:
     """Base class of every role. Has `self.cfg`, `self.context` and, during a call, `self.call`."""

@@ -93,9 +93,11 @@ def trained_of(run_dir: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def prompts_in_order(run_dir: Path, words: Sequence[str], num_steps: int) -> list[list[str]]:
+def prompts_in_order(
+    run_dir: Path, words: Sequence[str], num_steps: int, *, script: Path = QUEUED
+) -> list[list[str]]:
     """The prompts of each step as a run without a queue would draw them, each for every sample."""
-    cfg = load(QUEUED, None, [*words, f"run.dir={run_dir}"]).cfg
+    cfg = load(script, None, [*words, f"run.dir={run_dir}"]).cfg
     data = cfg.data
     report = scan(data, data.train_path, load_tokenizer(data.tokenizer_path))
     size = data.prompts_per_step
@@ -212,7 +214,8 @@ def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """RUN_DIR of three steps, during which the generator never ends by itself.
+    """RUN_DIR of three steps, during which the generator never ends by itself. The second has two
+    batches.
 
     It has a page for Prometheus, and reports of servers that an earlier start has left.
     """
@@ -229,6 +232,13 @@ def test_steps_end_and_are_saved_while_rows_of_later_steps_have_no_end(endless: 
     sealed = sorted(path.parent.name for path in endless.glob("checkpoints/*/manifest.json"))
     assert sealed == ["step-1", "step-2", "step-3"]
     assert list(endless.glob("checkpoints/step-1/generator/ahead-*.safetensors")) != []
+
+
+def test_second_batch_of_a_step_waits_for_its_own_rows_alone(endless: Path) -> None:
+    """Its generator goes on with rows of later steps until it is halted: it would wait for ever."""
+    trained = [tokens["trained"]["rows"] for tokens in RunFiles(endless).throughput]
+
+    assert trained == [8 * 4, 2 * 8 * 4, 8 * 4]
 
 
 def test_page_of_a_live_run_has_the_records_of_its_last_finished_step(endless: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import select
+import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from spmdflow.config.endpoint import EndpointConfig
 from spmdflow.config.episode import EpisodeConfig
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows
@@ -153,6 +155,27 @@ def test_rows_decoded_together_give_the_same_tokens(alone: list[Episode]) -> Non
     for together, own in zip(found, alone, strict=True):
         assert (together.tokens, together.mask) == (own.tokens, own.mask)
         assert together.log_probs == pytest.approx(own.log_probs, abs=1e-5)
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no program openssl")
+def test_environments_that_call_over_tls_get_the_same_bits(alone: list[Episode]) -> None:
+    secure = EndpointConfig(address="0.0.0.0", public_url="https://localhost:{port}")
+    secure.certificate = "self-signed"
+    runner = new_runner("scripted", new_generator(max_batch_size=1), endpoint=secure)
+    found = runner.run(ROWS, SAMPLING, seed_of_turn)
+    runner.close()
+
+    assert facts(found) == facts(alone)
+
+
+@pytest.mark.drill
+def test_processes_of_their_own_give_the_same_bits(alone: list[Episode]) -> None:
+    runner = new_runner("scripted", new_generator(max_batch_size=1), isolation="process")
+    found = runner.run(ROWS, SAMPLING, seed_of_turn)
+    runner.close()
+
+    assert facts(found) == facts(alone)
 
 
 def test_episodes_begun_ahead_lose_nothing_to_new_weights_or_to_held_out_ones(

@@ -288,7 +288,7 @@ def test_rows_are_sent_alike_whether_the_plan_is_remembered_or_not() -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    opened = Endpoint(TOKENIZER)
+    opened = Endpoint()
     yield opened
     opened.close()
 

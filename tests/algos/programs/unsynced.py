@@ -1,7 +1,8 @@
 """Trains from a queue, and leaves it to the queue to sync: the script does not.
 
-The generator is busy with rows of later steps until it is halted, as if they had no end. With
-run.metrics_port the last step begins with a scrape of the run's own page: RUN_DIR/scraped.txt.
+The generator is busy with rows of later steps until it is halted, as if they had no end. The second
+step trains two batches. With run.metrics_port the last step begins with a scrape of the run's own
+page: RUN_DIR/scraped.txt.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spmdflow import (
     RewardWorker,
     WorkerContext,
     compute_advantages,
+    concatenate,
     register,
 )
 
@@ -66,6 +68,8 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
         if step.number == cfg.total_steps and cfg.run.metrics_port is not None:
             scrape(Path(cfg.run.dir))
         batch = next(queue)
+        if step.number == 2:
+            batch = concatenate([batch, next(queue)])
         batch |= actor.compute_log_prob(batch)
         batch |= reward.compute_reward(batch)
         batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)

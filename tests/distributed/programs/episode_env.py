@@ -123,3 +123,26 @@ async def several(
     score = float(sum(map(ord, str(reply["content"]))) % 5)
     scores = {"policy": score, "helper-0": 0.5, "helper-1": score * 2 - row["digit"] % 3}
     return {"score": score, **({"segment_scores": scores} if by_segment else {})}
+
+
+async def choices(
+    row: dict[str, Any], *, base_url: str, model: str, api_key: str, at_once: bool = True
+) -> float:
+    """Three choices of a first turn, of which the second is continued with two more.
+
+    at_once: by n; otherwise by a request for each, one after another.
+    """
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+
+        async def ask(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+            body = {"messages": messages, "max_tokens": 2}
+            if at_once:
+                answer = await client.post("chat/completions", body | {"n": number})
+                return [choice["message"] for choice in answer["choices"]]
+            return [await client.chat(messages, max_tokens=2) for _ in range(number)]
+
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "guess"}]
+        first = await ask(messages, 3)
+        messages += [first[1], {"role": "user", "content": said(row["digit"], 0)}]
+        second = await ask(messages, 2)
+    return float(sum(map(ord, str(second[1]["content"]))) % 5)

@@ -1,4 +1,4 @@
-"""Trains one step on the segments of `episode_env.several`, on one and two ranks.
+"""Trains one step on the segments of `episode_env.several` and `choices`, on one and two ranks.
 
 Every rank of a process group calls `run_all`. Columns of each case are in OUT_DIR/<case>.json.
 """
@@ -23,8 +23,15 @@ from spmdflow.models.policy import ActorWorker
 from tests.distributed.programs import episode_env
 
 TASK = Path(__file__).parents[3] / "algos" / "guess"
-CASES = {"episode": (1, "episode"), "episode-2": (2, "episode"), "segment-2": (2, "segment")}
-"""Ranks, and the rule of credit."""
+CASES = {
+    "episode": (1, "episode", "several(by_segment=False)"),
+    "episode-2": (2, "episode", "several(by_segment=False)"),
+    "segment-2": (2, "segment", "several(by_segment=True)"),
+    "choices": (1, "episode", "choices"),
+    "choices-2": (2, "episode", "choices"),
+    "requests": (1, "episode", "choices(at_once=False)"),
+}
+"""Ranks, the rule of credit, and the environment."""
 NUM_EPISODES = 12
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"),
@@ -63,8 +70,8 @@ def main(flow: Any, cfg: Config) -> None:
 
 
 def config_of(case: str, out: Path) -> Config:
-    _, credit = CASES[case]
-    environment = f"{episode_env.__file__}:several(by_segment={credit == 'segment'})"
+    _, credit, name = CASES[case]
+    environment = f"{episode_env.__file__}:{name}"
     rollout = AgentRolloutConfig(
         engine="builtin",
         max_new_tokens=32,
@@ -92,7 +99,7 @@ def config_of(case: str, out: Path) -> Config:
 
 def run_all(out_dir: str) -> None:
     out = Path(out_dir)
-    for case, (num_ranks, _) in CASES.items():
+    for case, (num_ranks, _, _) in CASES.items():
         cfg = config_of(case, out)
         code = run_flow(sys.modules[__name__], cfg, ranks=tuple(range(num_ranks)))
         assert code == 0 or dist.get_rank() >= num_ranks

@@ -30,6 +30,29 @@ def say(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
+def answer_to(request: dict[str, Any], number: int, message: dict[str, Any]) -> bytes:
+    """The answer to a request, with its head and the fields that strict clients ask for.
+
+    A stream has one chunk.
+    """
+    streams = request.get("stream", False)
+    choice = {"index": 0, "finish_reason": "stop", "delta" if streams else "message": message}
+    completion = {
+        "id": f"reply-{number}",
+        "object": "chat.completion.chunk" if streams else "chat.completion",
+        "created": 0,
+        "model": "policy",
+        "choices": [choice],
+    }
+    body = json.dumps(completion).encode()
+    kind = b"application/json"
+    if streams:
+        body = b"data: %s\n\ndata: [DONE]\n\n" % body
+        kind = b"text/event-stream"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n"
+    return head % (kind, len(body)) + body
+
+
 @asynccontextmanager
 async def serve_replies(replies: Sequence[dict[str, Any]]) -> AsyncIterator[ScriptedServer]:
     """A server on loopback that gives these replies, one for each request, in order."""
@@ -44,8 +67,7 @@ async def serve_replies(replies: Sequence[dict[str, Any]]) -> AsyncIterator[Scri
             size = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
             server.requests.append(json.loads(await reader.readexactly(size)))
             message = replies[len(server.requests) - 1]
-            body = json.dumps({"choices": [{"message": message}]}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            writer.write(answer_to(server.requests[-1], len(server.requests), message))
         writer.close()
 
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)

@@ -1,9 +1,11 @@
-"""Bridges to tools of MCP servers and to OpenEnv's environments; both servers are real."""
+"""Bridges to tools of MCP servers, OpenEnv's environments and verifiers; all of them are real."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,10 +20,13 @@ import pytest
 from spmdflow.envs.mcp import episode as play_mcp
 from spmdflow.envs.openenv import action_of, text_of
 from spmdflow.envs.openenv import episode as play_openenv
+from spmdflow.envs.verifiers import episode as play_verifiers
+from spmdflow.envs.verifiers import write_rows
 from tests.unit.envs.scripted_server import call, say, serve_replies
 
 HERE = Path(__file__).parent
 SECONDS = 120
+HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
 CALLER = {"model": "policy", "api_key": "k"}
 
 
@@ -109,6 +114,43 @@ def test_the_policy_plays_an_environment_of_openenv_in_a_session_of_its_own() ->
 
     assert one == {"score": 3.0, "turns": 3.0}
     assert two == {"score": 2.0, "turns": 3.0}
+
+
+@needs("verifiers")
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv, which verifiers starts, is missing")
+def test_the_policy_plays_tasks_of_verifiers_and_gets_its_rewards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    path = tmp_path / "rows.jsonl"
+    assert write_rows("doubled_numbers", path, count=3) == 3
+    *_, row = map(json.loads, path.read_text().splitlines())
+    assert row["messages"][0] == {"role": "system", "content": "Only digits."}
+
+    async def play() -> tuple[list[Any], list[dict[str, Any]]]:
+        async with serve_replies([say("4"), say("five"), say("4")]) as policy:
+            scores = []
+            for python in (None, None, sys.executable):
+                settings = {"taskset": "doubled_numbers", "python": python, **CALLER}
+                scores.append(await play_verifiers(row, base_url=policy.url, **settings))
+            return scores, policy.requests
+
+    scores, requests = asyncio.run(play())
+
+    right = {"score": 2.0, "turns": 1.0, "reward_right": 1.0, "metric_letters": 1.0}
+    wrong = {"score": 0.0, "turns": 1.0, "reward_right": 0.0, "metric_letters": 4.0}
+    assert scores == [right, wrong, right]
+    asked = [each["content"] for each in requests[0]["messages"]]
+    assert asked == ["Only digits.", "Double 2."]
+
+
+@pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
+def test_interpreter_without_verifiers_is_named_with_its_error() -> None:
+    settings = {"taskset": "doubled_numbers", "python": sys.executable, **CALLER}
+    cause = "ended with status 1: (?s:.*)No module named 'verifiers"
+    with pytest.raises(RuntimeError, match=cause):
+        asyncio.run(play_verifiers({"task": {}}, base_url="http://127.0.0.1:9/v1", **settings))
 
 
 def test_observations_are_shown_and_replies_become_actions() -> None:

@@ -34,7 +34,7 @@ def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]],
         9, max_prompt_tokens=900, max_new_tokens=2000, may_fork=may_fork, vocab_size=len(tokenizer)
     )
     recorder = Recorder(ChatTemplate(tokenizer), (tokenizer.eos_token_id,), limits)
-    endpoint = Endpoint(tokenizer)
+    endpoint = Endpoint()
     answers = []
     try:
         _, told = endpoint.open(0, recorder)

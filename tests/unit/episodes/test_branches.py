@@ -12,6 +12,7 @@ from spmdflow.episodes.recorder import Recorder, Segment
 from tests.unit.episodes.test_conversation import (
     CHATML,
     chat,
+    completion,
     drawn_of,
     recorder_of,
     say,
@@ -103,6 +104,83 @@ def test_prompts_of_later_segments_may_take_the_room_of_the_whole_row() -> None:
         recorder.begin(chat(" ".join(["higher"] * 10)))
     with pytest.raises(Refusal, match="room for a reply"):
         forking_recorder(max_prompt_tokens=4).begin(chat("higher higher higher"))
+
+
+def test_a_branch_that_continues_keeps_within_the_room_of_a_row() -> None:
+    recorder = forking_recorder(max_prompt_tokens=4, max_new_tokens=16)
+    start = say(recorder, chat("guess"), "3")
+    say(recorder, chat("guess", start, "higher lower"), "5")
+    branch = say(recorder, chat("guess", start, "lower lower"), "4")
+    again = recorder.begin(chat("guess", start, "lower lower", branch, "lower"))
+
+    assert again.segment is recorder.segments[1]
+    assert len(again.ids) + again.max_new_tokens == 4 + 16
+
+
+def finish_choices(recorder: Recorder, ask: Ask, *said: str) -> list[str]:
+    """What the client sees of each choice, if the model says this."""
+    seen = []
+    tokenizer = tokenizer_with()
+    for turn, word in zip(recorder.begin_choices(ask), said, strict=True):
+        drawn = drawn_of(tokenizer(word, add_special_tokens=False).input_ids)
+        seen.append(str(recorder.finish(ask, turn, drawn)[0]["content"]))
+    return seen
+
+
+def test_choices_are_segments_and_the_first_extends_the_conversation() -> None:
+    recorder = forking_recorder()
+    start = say(recorder, chat("guess"), "3")
+    ask = chat("guess", start, "higher", n=3)
+    choices = finish_choices(recorder, ask, "5", "6", "7")
+    more = chat("guess", start, "higher", choices[1], "lower", n=2)
+    finish_choices(recorder, more, "4", "2")
+
+    assert [sampled(each) for each in recorder.segments] == ["3 5", "6 4", "7", "2"]
+    trunk, second, third, last = recorder.segments
+    assert second.prompt == third.prompt == trunk.ids[:-1]
+    assert last.prompt == second.ids[:-1]
+    assert [each.replies[-1].turn for each in recorder.segments] == [1, 4, 3, 5]
+    assert recorder.num_turns == 6
+
+
+def test_choices_are_the_replies_to_requests_that_are_sent_one_after_another() -> None:
+    at_once = forking_recorder()
+    finish_choices(at_once, chat("guess", n=3), "5", "6", "7")
+    one_by_one = forking_recorder()
+    turns = []
+    for word in ("5", "6", "7"):
+        turns.append(one_by_one.begin(chat("guess")))
+        one_by_one.num_turns -= 1
+        say(one_by_one, chat("guess"), word)
+
+    assert [turn.number for turn in turns] == [0, 1, 2]
+    assert at_once.segments == one_by_one.segments
+
+
+def test_choices_of_a_completion_continue_by_their_ids() -> None:
+    recorder = forking_recorder()
+    ask = replace(completion([5, 6]), num_choices=2)
+    for turn, token in zip(recorder.begin_choices(ask), (7, 8), strict=True):
+        recorder.finish(ask, turn, drawn_of([token]))
+    turn = recorder.begin(completion([5, 6, 8, 9]))
+
+    assert turn.segment is recorder.segments[1] and turn.fresh == [9]
+
+
+def test_each_choice_counts_as_a_turn() -> None:
+    recorder = forking_recorder(max_turns=3)
+    say(recorder, chat("guess"), "3")
+
+    with pytest.raises(Refusal, match=r"n=3, which counts as 3 requests, after 1.*max_turns=3"):
+        recorder.begin_choices(chat("guess", n=3))
+    assert len(recorder.begin_choices(chat("guess", n=2))) == 2
+    with pytest.raises(Refusal, match=r"request 4 of an episode.*max_turns=3"):
+        recorder.begin(chat("guess"))
+
+
+def test_without_segments_several_choices_are_refused() -> None:
+    with pytest.raises(Refusal, match=r"n: got 2, expected 1.*segments=all"):
+        recorder_of(tokenizer_with()).begin_choices(chat("guess", n=2))
 
 
 def test_without_segments_a_branch_is_refused() -> None:

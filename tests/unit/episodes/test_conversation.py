@@ -271,7 +271,10 @@ def test_parsers_that_do_not_exist_or_do_not_fit_are_refused_with_the_choices() 
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": 2, "best_of": 3}, "best_of"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,16 +33,19 @@ USER: Any = {"role": "user", "content": "2 + 3"}
 class Episode:
     """An episode whose model says what the test says, with a client of each kind."""
 
-    def __init__(self, *, max_turns: int = 9) -> None:
+    def __init__(
+        self, *, max_turns: int = 9, may_fork: bool = False, tokenizer: Any = TOKENIZER
+    ) -> None:
         limits = Limits(
             max_turns,
             max_prompt_tokens=900,
             max_new_tokens=2000,
-            may_fork=False,
-            vocab_size=len(TOKENIZER),
+            may_fork=may_fork,
+            vocab_size=len(tokenizer),
         )
-        self.recorder = Recorder(ChatTemplate(TOKENIZER), (TOKENIZER.eos_token_id,), limits)
-        self.endpoint = Endpoint(TOKENIZER)
+        self.tokenizer = tokenizer
+        self.recorder = Recorder(ChatTemplate(tokenizer), (tokenizer.eos_token_id,), limits)
+        self.endpoint = Endpoint()
         _, told = self.endpoint.open(0, self.recorder)
         url = told["base_url"]
         key = told["api_key"]
@@ -50,18 +53,24 @@ class Episode:
         without_version = url.removesuffix("/v1")
         self.anthropic = anthropic.Anthropic(base_url=without_version, api_key=key, max_retries=3)
         self._pool = ThreadPoolExecutor(1)
+        self.shown_sizes: Iterable[int] = (1, 3, 5)
+        """After how many tokens a streamed reply is looked at."""
         self.num_requests = 0
         """Those that reached the generator."""
 
-    def ask(self, says: str, request: Callable[..., Any], **fields: Any) -> Any:
-        """The result of a client's request; the model says `says`, in parts if it is streamed."""
+    def ask(self, says: str | list[str], request: Callable[..., Any], **fields: Any) -> Any:
+        """The result of a client's request; the model says `says`, in parts if it is streamed.
+
+        A list: what it says in each choice.
+        """
+        texts = iter([says] if isinstance(says, str) else says)
         coming = self._pool.submit(request, **fields)
         coming.add_done_callback(lambda _: self.endpoint.inbox.put(None))  # type: ignore[arg-type]
-        response = words(TOKENIZER, says)
         while (draw := self.endpoint.inbox.get(timeout=100)) is not None:
             self.num_requests += 1
+            response = words(self.tokenizer, next(texts))
             if draw.progress is not None:
-                for size in (1, 3, 5):
+                for size in self.shown_sizes:
                     draw.progress(response.tokens[:size].tolist())
                     self._let_endpoint_write()
             draw.done(response)
@@ -347,3 +356,78 @@ def test_legacy_functions_are_offered_and_called(episode: Episode) -> None:
     assert said.choices[0].finish_reason == "function_call"
     assert json.loads(message.function_call.arguments) == {"a": 2, "b": 3}
     assert len(episode.recorder.segments) == 1
+
+
+@pytest.mark.parametrize("arguments", ["[2, 3]", '"2 + 3"', "null"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_arguments_that_are_no_object_reach_anthropics_client_and_are_recognised(
+    episode: Episode, arguments: str, streams: bool
+) -> None:
+    def request(**fields: Any) -> Any:
+        if streams:
+            return stream_message(episode.anthropic, **fields)[1]
+        return episode.anthropic.messages.create(**fields)
+
+    said = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    asked = {"model": "policy", "max_tokens": 99, "tools": [ANTHROPIC_TOOL]}
+    first = episode.ask(said, request, messages=[USER], **asked)
+    (call,) = first.content
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "no", "is_error": True}
+    block = {"type": "tool_use", "id": call.id, "name": "add", "input": call.input}
+    messages: Any = [USER, {"role": "assistant", "content": [block]}]
+    messages.append({"role": "user", "content": [result]})
+    episode.ask("Sorry", request, messages=messages, **asked)
+
+    assert call.input == json.loads(arguments)
+    assert len(episode.recorder.segments) == 1
+
+
+def test_thread_of_anthropic_is_continued_with_its_prompt_and_tools(episode: Episode) -> None:
+    create = episode.anthropic.beta.messages.create
+    asked = {"model": "policy", "max_tokens": 99}
+    first = episode.ask(
+        CALL,
+        create,
+        messages=[USER],
+        system="Add.",
+        tools=[ANTHROPIC_TOOL],
+        thread={"type": "create"},
+        **asked,
+    )
+    result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "5"}
+    message: Any = {"role": "user", "content": [result]}
+    thread = {"type": "continue", "previous_message_id": first.id}
+    second = episode.ask("It is 5", create, messages=[message], thread=thread, **asked)
+
+    assert second.content[0].text == "It is 5"
+    (segment,) = episode.recorder.segments
+    assert segment.num_sampled == len(CALL) + len("It is 5") + 2
+
+
+def test_thread_that_is_not_known_is_refused_so_that_its_client_begins_it_anew(
+    episode: Episode,
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        episode.ask(
+            "",
+            episode.anthropic.beta.messages.create,
+            model="policy",
+            max_tokens=9,
+            messages=[USER],
+            thread={"type": "continue", "previous_message_id": "msg_other"},
+        )
+
+    assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+    assert episode.num_requests == 0
+
+
+def test_summary_that_anthropics_servers_would_write_is_refused(episode: Episode) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="compaction: got"):
+        episode.ask(
+            "",
+            episode.anthropic.messages.create,
+            model="policy",
+            max_tokens=9,
+            messages=[USER],
+            extra_body={"compaction": {"type": "enabled"}},
+        )

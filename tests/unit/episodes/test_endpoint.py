@@ -36,7 +36,7 @@ WAIT_SECONDS = 100.0
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    opened = Endpoint(TOKENIZER)
+    opened = Endpoint()
     yield opened
     opened.close()
 
@@ -202,7 +202,7 @@ def test_reply_to_a_client_that_has_left_is_not_recorded(endpoint: Endpoint) -> 
 
 
 def test_idle_strangers_keep_no_episode_out() -> None:
-    endpoint = Endpoint(TOKENIZER, limits=ConnectionLimits(stranger_seconds=WAIT_SECONDS))
+    endpoint = Endpoint(limits=ConnectionLimits(stranger_seconds=WAIT_SECONDS))
     agent = Agent(endpoint)
     with ExitStack() as strangers:
         for _ in range(ConnectionLimits.strangers + 50):
@@ -214,7 +214,7 @@ def test_idle_strangers_keep_no_episode_out() -> None:
 
 
 def test_stranger_who_says_nothing_is_closed() -> None:
-    endpoint = Endpoint(TOKENIZER, limits=ConnectionLimits(stranger_seconds=0.05))
+    endpoint = Endpoint(limits=ConnectionLimits(stranger_seconds=0.05))
     with Agent(endpoint).connect() as stranger:
         received = stranger.recv(1)
     endpoint.close()

@@ -64,7 +64,7 @@ def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests:
     def new_recorder(number: int) -> Recorder:
         return Recorder(ChatTemplate(tokenizer), ends, limits)
 
-    endpoint = Endpoint(tokenizer)
+    endpoint = Endpoint()
     pool = EndingPool(endpoint, num_requests)
     lead = ReplicaLeader(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
 

@@ -755,6 +755,11 @@ PARTS: dict[str, dict[str, Parts]] = {
             "max_staleness=-1",
             "max_staleness=cfg.max_staleness",
         ),
+        "flow.queue(prompts, toy, max_staleness=1, batches_per_step=0)": (
+            "flow.queue",
+            "batches_per_step=0",
+            "leave it out",
+        ),
     },
     "RUN_DIR and checkpoints": {
         "run.resume=never in a used folder": (
