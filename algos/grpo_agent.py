@@ -6,7 +6,8 @@ Departures from the paper are those of `grpo.py`, and:
 1. tokens that the environment said are read, never learnt (response_mask);
 2. an episode that failed, or that the environment left out, is in no group's baseline.
 
-KL to the reference: none (grpo_agent.yaml, grpo_agent_calculator.yaml, grpo_agent_race.yaml).
+KL to the reference: none (grpo_agent.yaml, grpo_agent_calculator.yaml, grpo_agent_race.yaml,
+grpo_agent_thoughts.yaml).
 
     torchrun --nproc-per-node 2 -m spmdflow.run algos/grpo_agent.py
 """

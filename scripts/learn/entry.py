@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 MIXTURE = "runs/arithmetic_mixture"
 """Folder of the tiny mixture of experts (scripts/make_arithmetic.py --experts 8)."""
+CALCULATOR = "runs/calculator_sft"
+"""Run that teaches the real model to call a calculator (algos/sft_calculator.yaml)."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.learn.entry import MIXTURE, Entry
+from scripts.learn.entry import CALCULATOR, MIXTURE, Entry
 from scripts.matrix.case import MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -147,8 +147,10 @@ def prepare(entries: Collection[Entry], folder: Path, processes: Processes) -> N
     groups = {entry.group for entry in entries}
     if "offline" in groups:
         _make_story_pairs(folder, processes)
-    if "real_model" in groups:
+    if groups & {"real_model", "calculator"}:
         _make_real_model(folder, processes)
+    if "calculator" in groups:
+        _make_calculator(folder, processes)
     if "mixture" in groups:
         _make_mixture(folder, processes)
     program = str(ROOT / "scripts" / "make_problems.py")
@@ -167,6 +169,18 @@ def _make_real_model(folder: Path, processes: Processes) -> None:
     if not (ROOT / MODEL / "config.json").is_file():
         program = str(ROOT / "scripts" / "make_smollm2.py")
         processes.run([sys.executable, program, str(ROOT / MODEL)], folder / "real_model.log")
+
+
+def _make_calculator(folder: Path, processes: Processes) -> None:
+    """Make questions and dialogues, and teach the real model the call by supervised learning."""
+    program = str(ROOT / "scripts" / "make_calculator.py")
+    log = folder / "calculator_sft.log"
+    processes.run([sys.executable, program, str(ROOT / "problems")], log)
+    if not (ROOT / CALCULATOR / "export" / "actor" / "config.json").is_file():
+        files = ["algos/sft.py", "algos/sft_calculator.yaml"]
+        settings = [f"actor.model.path={MODEL}", f"run.dir={CALCULATOR}"]
+        launcher = [sys.executable, "-m", "spmdflow", "run", "-n", "2"]
+        processes.run([*launcher, *files, *settings], log)
 
 
 def _make_mixture(folder: Path, processes: Processes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from scripts.learn.entry import MIXTURE, Entry
+from scripts.learn.entry import CALCULATOR, MIXTURE, Entry
 from scripts.matrix.case import MODEL
 
 BUNDLED = ("total_steps=20", "eval_every=2", "save_every=10", "actor.rollout.max_batch_size=1024")
@@ -295,6 +295,29 @@ GAMES_ENTRIES = (
     ),
 )
 
+CALCULATOR_ENTRY = Entry(
+    "calculator_thoughts",
+    "calculator",
+    "grpo_agent",
+    settings=(f"actor.model.path={CALCULATOR}/export/actor", "run.keep_checkpoints=1"),
+    seeds=(0,),
+    target=0.6,
+    more_metrics=("reward/mean", "actor/entropy", "eval/used", "eval/thought"),
+    yaml="grpo_agent_thoughts",
+    num_ranks=2,
+)
+"""Starts from the SFT model, whose accuracy is the one of step 0."""
+
+CALCULATOR_ENTRIES = (
+    CALCULATOR_ENTRY,
+    replace(CALCULATOR_ENTRY, name="calculator_control", target=None).with_settings(
+        (
+            "actor.rollout.episode.environment=algos/calculator/tool.py:episode_with_random_score",
+            "total_steps=10",
+        )
+    ),
+)
+
 ENTRIES: tuple[Entry, ...] = (
     *BUNDLED_ENTRIES,
     *MIXTURE_ENTRIES,
@@ -302,5 +325,6 @@ ENTRIES: tuple[Entry, ...] = (
     *CONSTRAINED_ENTRIES,
     *OFFLINE_ENTRIES,
     *GAMES_ENTRIES,
+    *CALCULATOR_ENTRIES,
     *REAL_MODEL_ENTRIES,
 )
