@@ -227,8 +227,9 @@ class ReplyGenerator:
         choices = PendingChoices(ask.num_choices)
         ids = turns[0].ids
         streams: list[EventStream] = []
-        visible = self._visible(ask, ids, recorder) if ask.stream else None
+        visible: PartialText | None = None
         if ask.stream:
+            visible = self._visible(ask, ids, recorder)
             streams = dialect.stream_choices(ask, name=names[0], num_prompt_tokens=len(ids))
         grammar = ask.grammar
         if grammar is not None:
