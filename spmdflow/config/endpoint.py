@@ -98,5 +98,5 @@ def _check_public_url(key: str, text: str) -> None:
     except (ValueError, LookupError):
         is_url = False
     if not is_url:
-        do = "begin with http:// or https://; {host} and {port} stand for those of the rank"
+        do = "begin with http:// or https://; {host} and {port} become those of the rank"
         raise ConfigError.of(key, repr(text), form, do)

@@ -79,8 +79,8 @@ class ServerModel(EpisodeModel):
 
 
 def episode_models(key: str, setting: Mapping[str, Any]) -> dict[str, EpisodeModel]:
-    """Return name -> model of the setting `models`, in its order; entries that are null are left
-    out.
+    """Return name -> model of the setting `models`, in its order; entries that are null are
+    omitted.
 
     key: of the setting, for errors. ConfigError for a name that means something else, an entry that
     is neither weights nor a server, and an unknown or invalid value.

@@ -49,8 +49,8 @@ async def episode(
     """Run one task with verifiers; return the sum of its weighted rewards, and its numbers.
 
     The result has "score", "turns", each reward as "reward_NAME" and each metric as "metric_NAME".
-    RuntimeError if verifiers reports an error; a full context or too many turns, at which its
-    program ends by itself, are none.
+    RuntimeError if verifiers reports an error; a full context or too many turns are none:
+    its program ends there.
     row: "task" is the data of the task, as `write_rows` writes it. taskset: id of an installed
     package, or a module. harness: id of verifiers' agent program; "null" only chats and calls the
     task's tools. config: further settings of verifiers' environment, such as {"taskset": {"split":
@@ -81,14 +81,14 @@ async def _play_elsewhere(python: str, call: dict[str, Any]) -> dict[str, float]
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        out, said = await process.communicate(json.dumps(call).encode())
+        output, error_output = await process.communicate(json.dumps(call).encode())
     finally:
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        text = said.decode(errors="replace")[-_TEXT_LETTERS:]
+        text = error_output.decode(errors="replace")[-_TEXT_LETTERS:]
         raise RuntimeError(f"{python} ended with status {process.returncode}: {text}")
-    numbers: dict[str, float] = json.loads(out.splitlines()[-1])
+    numbers: dict[str, float] = json.loads(output.splitlines()[-1])
     return numbers
 
 

@@ -12,7 +12,7 @@ ids. docs/EPISODES.md lists the fields and the limits.
 | leader | the same, on a replica's first rank | running episodes, their requests and results |
 | result | the compute lane | what an episode ends with |
 | endpoint | a thread with an event loop | finds the episode of a request, has it answered |
-| generation | the same | the replies to one request, to its answer; streams them |
+| generation | the same | answers a request: has its replies generated and recorded; streams |
 | pending | the same | replies that are being generated; how their tokens come back |
 | named_model | the same | which model a request names, and its sampling settings |
 | server_call | the same | replies of models on servers outside of the run |

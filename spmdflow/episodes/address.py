@@ -175,7 +175,7 @@ def _load_self_signed(tls: ssl.SSLContext, names: list[str]) -> Path:
 def _sign(folder: Path, names: list[str]) -> Path:
     """Makes cert.pem and key.pem in a folder with openssl; returns the certificate's path.
 
-    names: hosts and IP addresses that it is valid for; empty and unspecified ones are left out.
+    names: hosts and IP addresses that it is valid for; empty and unspecified ones are omitted.
     """
     entries = []
     for name in dict.fromkeys(names):
@@ -196,8 +196,8 @@ def _sign(folder: Path, names: list[str]) -> Path:
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=_OPENSSL_SECONDS)
     except (OSError, subprocess.SubprocessError) as err:
-        said = getattr(err, "stderr", None) or str(err).encode()
-        why = said.decode(errors="replace").strip().splitlines()[-1:]
+        error_output = getattr(err, "stderr", None) or str(err).encode()
+        why = error_output.decode(errors="replace").strip().splitlines()[-1:]
         got = f"{SELF_SIGNED}, but openssl failed ({' '.join(why)})"
         do = "install openssl on every node, or name the PEM file of a certificate"
         raise ConfigError.of(f"{_KEY}.certificate", got, "the program openssl", do) from err

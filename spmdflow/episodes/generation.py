@@ -1,4 +1,4 @@
-"""The replies to one request, to its answer: they are generated, recorded, and written."""
+"""Answers one request of a client: its replies are generated, recorded and written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EFFORT = "reasoning_effort"
 """The variable with which chat templates set how long the model thinks."""
 
 
-class NamedRequest(NamedTuple):
+class ModelRequest(NamedTuple):
     """A request, and the model that it names."""
 
     ask: Ask
@@ -131,7 +131,7 @@ class ReplyGenerator:
         self._post = post
         self._warned_fields: set[str] = set()
 
-    def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> NamedRequest:
+    def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> ModelRequest:
         """The request in its internal form, and the model that it names. Refusal if it cannot be
         met."""
         fields = json.loads(body)
@@ -144,18 +144,18 @@ class ReplyGenerator:
         ask = dialect.parse(fields, past=episode.past, warned_fields=self._warned_fields)
         if model is not None:
             ask = replace(ask, model=model.name)
-        return NamedRequest(ask, model, sampling)
+        return ModelRequest(ask, model, sampling)
 
     def count_tokens(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> int:
         """Number of tokens of a request's prompt. Refusal if the model runs on a server."""
-        asked = self.read(dialect, body, episode)
-        if isinstance(asked.model, ServerModel):
+        request = self.read(dialect, body, episode)
+        if isinstance(request.model, ServerModel):
             raise Refusal(
-                f"count_tokens: got the model {asked.model.name!r}, expected one whose tokenizer "
+                f"count_tokens: got the model {request.model.name!r}, expected one whose tokenizer "
                 f"the run has; ask its server"
             )
-        recorder = episode.recorder_of(asked.model)
-        return recorder.count_tokens(self._with_template_arguments(asked.ask, recorder.chat))
+        recorder = episode.recorder_of(request.model)
+        return recorder.count_tokens(self._with_template_arguments(request.ask, recorder.chat))
 
     def _with_template_arguments(self, ask: Ask, chat: ChatTemplate) -> Ask:
         """The request with reasoning_effort as a variable of the chat template that reads it.
@@ -191,21 +191,21 @@ class ReplyGenerator:
         the generator rejects it.
         """
         http.check_client()
-        asked = self.read(dialect, body, episode)
-        model = asked.model
+        request = self.read(dialect, body, episode)
+        model = request.model
         if speaker:
-            asked = asked._replace(ask=replace(asked.ask, name=speaker))
+            request = request._replace(ask=replace(request.ask, name=speaker))
         if model is None:
-            await self._generate(episode, asked, dialect, http)
+            await self._generate(episode, request, dialect, http)
             return
         use = episode.use_of(model)
         use.requests += 1
         try:
             await self.models.wait_until_sealed(model)
             if isinstance(model, ServerModel):
-                await self._call(episode, model, asked, dialect, http)
+                await self._call(episode, model, request, dialect, http)
             else:
-                await self._generate(episode, asked, dialect, http)
+                await self._generate(episode, request, dialect, http)
         except Refusal:
             use.failed += 1
             raise
@@ -213,15 +213,15 @@ class ReplyGenerator:
     async def _generate(
         self,
         episode: RunningEpisode,
-        asked: NamedRequest,
+        request: ModelRequest,
         dialect: ApiDialect,
         http: HttpConnection,
     ) -> None:
         """Has a generator of this run reply, once for each choice, and writes the answer."""
-        recorder = episode.recorder_of(asked.model)
-        ask = self._with_template_arguments(asked.ask, recorder.chat)
-        asked = asked._replace(ask=self._guided.with_grammar(ask))
-        ask = asked.ask
+        recorder = episode.recorder_of(request.model)
+        ask = self._with_template_arguments(request.ask, recorder.chat)
+        request = request._replace(ask=self._guided.with_grammar(ask))
+        ask = request.ask
         turns = recorder.begin_choices(ask)
         names = recorder.name_choices(turns)
         choices = PendingChoices(ask.num_choices)
@@ -236,12 +236,12 @@ class ReplyGenerator:
             end_of_prompt = recorder.tokenizer.decode(ids[-_TOKENS_OF_MARK:])
             grammar = after_thought(grammar, end_of_prompt)
         for turn, pending in zip(turns, choices.replies, strict=True):
-            self._post(_request_of(episode, asked, turn, pending, grammar))
+            self._post(_generation_request(episode, request, turn, pending, grammar))
         http.on_leave = choices.leave
         try:
             if visible is not None:
                 await self._write_progress(streams, choices, visible, http)
-            drawn = await choices.drawn()
+            drawn = await choices.wait_for_all()
         finally:
             http.on_leave = None
             for turn, pending in zip(turns, choices.replies, strict=True):
@@ -253,13 +253,13 @@ class ReplyGenerator:
         replies = []
         for name, turn, response in zip(names, turns, drawn, strict=True):
             replies.append(self._record(recorder, ask, turn, response, name))
-        self._answer(episode, asked, replies, streams, dialect, http, visible=visible)
+        self._answer(episode, request, replies, streams, dialect, http, visible=visible)
 
     async def _call(
         self,
         episode: RunningEpisode,
         model: ServerModel,
-        asked: NamedRequest,
+        request: ModelRequest,
         dialect: ApiDialect,
         http: HttpConnection,
     ) -> None:
@@ -267,7 +267,7 @@ class ReplyGenerator:
 
         ClientLeft if the client or the episode has gone meanwhile. Refusal for several choices.
         """
-        ask = asked.ask
+        ask = request.ask
         if ask.num_choices > 1:
             raise Refusal(
                 f"n: got {ask.num_choices} for the model {model.name!r}, which is on a server, "
@@ -284,7 +284,7 @@ class ReplyGenerator:
             stream = dialect.stream(ask, name=name, num_prompt_tokens=0)
         call = asyncio.ensure_future(
             self._servers.reply(
-                model, ask, asked.sampling or OwnSampling(), name=name, max_new_tokens=most
+                model, ask, request.sampling or OwnSampling(), name=name, max_new_tokens=most
             )
         )
         episode.calls.add(call)
@@ -309,12 +309,12 @@ class ReplyGenerator:
         if call.cancelled():
             raise ClientLeft
         streams = [] if stream is None else [stream]
-        self._answer(episode, asked, [call.result()], streams, dialect, http)
+        self._answer(episode, request, [call.result()], streams, dialect, http)
 
     def _answer(
         self,
         episode: RunningEpisode,
-        asked: NamedRequest,
+        request: ModelRequest,
         replies: list[Reply],
         streams: list[EventStream],
         dialect: ApiDialect,
@@ -327,9 +327,9 @@ class ReplyGenerator:
 
         visible: what wrote to the streams; None: nothing has been written.
         """
-        ask = asked.ask
-        if asked.model is not None:
-            episode.use_of(asked.model).tokens += sum(reply.num_tokens for reply in replies)
+        ask = request.ask
+        if request.model is not None:
+            episode.use_of(request.model).tokens += sum(reply.num_tokens for reply in replies)
         past = dialect.past_of(ask, replies[0])
         if past is not None:
             episode.past[past[0]] = past[1]
@@ -419,15 +419,15 @@ class ReplyGenerator:
             http.write_part(stream.begin())
 
 
-def _request_of(
+def _generation_request(
     episode: RunningEpisode,
-    asked: NamedRequest,
+    request: ModelRequest,
     turn: Turn,
     pending: PendingReply,
     grammar: Grammar | None,
 ) -> GenerationRequest:
     """The request for the reply of a turn."""
-    ask = asked.ask
+    ask = request.ask
     return GenerationRequest(
         number=episode.number,
         name=episode.name,
@@ -443,5 +443,5 @@ def _request_of(
         top_log_probs=ask.top_log_probs,
         progress=pending.progress if ask.stream else None,
         model=ask.model,
-        sampling=asked.sampling,
+        sampling=request.sampling,
     )

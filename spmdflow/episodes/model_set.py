@@ -47,7 +47,7 @@ class ModelSet:
     """Model -> key of its server."""
 
     @property
-    def fixed(self) -> list[str]:
+    def always_loaded(self) -> list[str]:
         """Models with frozen weights that stay loaded."""
         names = []
         for name, model in self.models.items():
@@ -73,13 +73,13 @@ class ModelSet:
         """The limits of one episode with a model. Its first prompt may be as long as a whole
         conversation of the policy, so that it can read one."""
         policy = self.policy_limits
-        whole = policy.max_prompt_tokens + policy.max_new_tokens
+        conversation_tokens = policy.max_prompt_tokens + policy.max_new_tokens
         vocab_size = policy.vocab_size
         if isinstance(model, FrozenModel):
             vocab_size = self.form_of(model.name).vocab_size
         return Limits(
             max_turns=model.max_turns or policy.max_turns,
-            max_prompt_tokens=model.max_prompt_tokens or whole,
+            max_prompt_tokens=model.max_prompt_tokens or conversation_tokens,
             max_new_tokens=model.max_new_tokens or policy.max_new_tokens,
             may_fork=True,
             vocab_size=vocab_size,

@@ -108,9 +108,9 @@ class PartialText:
 
 def _before(text: str, mark: str) -> str:
     """The text before a mark, or before what may be the beginning of the mark at its end."""
-    place = text.find(mark)
-    if place >= 0:
-        return text[:place]
+    position = text.find(mark)
+    if position >= 0:
+        return text[:position]
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:size]):
             return text[: len(text) - size]

@@ -130,7 +130,7 @@ class PendingChoices:
         for reply in self.replies:
             reply.finish(None)
 
-    async def drawn(self) -> list[VersionedResponse]:
+    async def wait_for_all(self) -> list[VersionedResponse]:
         """Waits for all responses. ClientLeft if one was aborted, RequestNotAdded if one cannot
         be generated."""
         result = []

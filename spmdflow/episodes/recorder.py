@@ -208,13 +208,13 @@ class Recorder:
             )
         self._refuse_unknown_tokens(new_ids)
         room = self._limits.max_new_tokens
-        whole = room + self._limits.max_prompt_tokens
+        most_tokens = room + self._limits.max_prompt_tokens
         if segment is not None:  # the prompt of a branch may be longer than a first prompt
-            room = min(room, whole - len(segment.prompt)) - len(segment.tokens) - len(new_ids)
+            room = min(room, most_tokens - len(segment.prompt)) - len(segment.tokens) - len(new_ids)
         elif is_first and len(new_ids) > self._limits.max_prompt_tokens:
             room = self._limits.max_prompt_tokens - len(new_ids)
         else:  # a branch, or a compacted history: its prompt has tokens of earlier turns
-            room = min(room, whole - len(new_ids))
+            room = min(room, most_tokens - len(new_ids))
         if room < 1 or not new_ids and segment is None:
             raise Refusal(
                 f"got a conversation of {len(new_ids) + len(segment.ids if segment else [])} "

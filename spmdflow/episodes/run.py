@@ -332,7 +332,7 @@ class EpisodeRunner:
         frozen = FrozenModels(
             models.load, partial(self._frozen_request, models), most_steps=models.most_steps
         )
-        for name in models.fixed:
+        for name in models.always_loaded:
             frozen.open(name)
             models.form_of(name)  # read now, not in the endpoint's thread
         return frozen

@@ -226,13 +226,13 @@ def _read_reply(model: ServerModel, ask: Ask, answer: Mapping[str, Any], name: s
     """The reply in an answer. Refusal (502) if it has none."""
     try:
         choice = answer["choices"][0]
-        said = choice["message"] if ask.messages else {"content": choice["text"]}
-        message: Message = {"role": "assistant", "content": said.get("content")}
-        thought = said.get("reasoning_content") or said.get("reasoning")
+        fields = choice["message"] if ask.messages else {"content": choice["text"]}
+        message: Message = {"role": "assistant", "content": fields.get("content")}
+        thought = fields.get("reasoning_content") or fields.get("reasoning")
         if isinstance(thought, str) and thought:
             message["reasoning_content"] = thought
-        if said.get("tool_calls"):
-            message["tool_calls"] = [_incoming(call) for call in said["tool_calls"]]
+        if fields.get("tool_calls"):
+            message["tool_calls"] = [_incoming(call) for call in fields["tool_calls"]]
         elif message["content"] is None:
             message["content"] = ""
         reason = choice.get("finish_reason")

@@ -26,7 +26,7 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.encode import encoder_of
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.time_limit import OutOfTime, TimeLimit
-from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.datasets.tokenizer import load_tokenizer, template_ids
 from spmdflow.errors import DataError
 from tests.unit.datasets.families import FAMILIES, tokenizer_of
 
@@ -540,3 +540,26 @@ def test_tools_of_another_kind_are_refused_with_the_column(tools: object) -> Non
 
     with pytest.raises(DataError, match="has 'tools'.*, expected a list of tools"):
         encoded(tokenizer_of("qwen2.5"), cfg, {"messages": TURNS[:1], "tools": tools})
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        {"split_special_tokens": True},
+        {"truncation": True, "max_length": 2},
+        {"padding": "max_length", "max_length": 99},
+    ],
+    ids=["special tokens as text", "cut", "padded"],
+)
+def test_rendered_text_has_the_same_ids_whatever_the_tokenizer_encoded_before(
+    before: dict[str, Any],
+) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.pad_token = tokenizer.eos_token
+    text = "<|im_start|>user\n1+1?<|im_end|>\n"
+    expected = tokenizer([text], add_special_tokens=False).input_ids
+
+    tokenizer([text], **before)  # transformers leaves its backend in this state
+
+    assert template_ids(tokenizer, [text]) == expected
+    assert tokenizer.convert_ids_to_tokens(expected[0])[0] == "<|im_start|>"

@@ -263,7 +263,7 @@ def test_certificate_of_the_settings_is_used(tmp_path: Path) -> None:
         ({"private_key": "k.pem"}, r"private_key: got k.pem with .*certificate=null"),
         ({"certificate": "no.pem"}, r"certificate: got 'no.pem', which is no file"),
         ({"public_url": "box:80"}, r"public_url: got 'box:80', expected a URL"),
-        ({"public_url": "https://a:{ports}"}, r"public_url: .*\{host\} and \{port\} stand for"),
+        ({"public_url": "https://a:{ports}"}, r"public_url: .*\{host\} and \{port\} become"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_words(

@@ -32,7 +32,7 @@ def episode() -> Iterator[Episode]:
 
 
 def stream_chat(client: Any, **fields: Any) -> list[tuple[str, str]]:
-    """(field, text) of each part of a streamed chat; the text of calls is left out."""
+    """(field, text) of each part of a streamed chat; without the text of calls."""
     parts = []
     for chunk in client.chat.completions.create(model="policy", stream=True, **fields):
         for choice in chunk.choices:

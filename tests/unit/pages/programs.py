@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.programs.table import PROGRAMS, Program
+from tests.unit.pages.table import replace_table, row
 
 PAGE = Path(__file__).parents[3] / "docs" / "EPISODES.md"
 _PINS = Path(__file__).parents[2] / "programs" / "requirements"
-_HEAD = (
-    "| program | what runs with its defaults | replies, segments | set for it | besides |",
-    "|---|---|---|---|---|",
+_COLUMNS = (
+    "program",
+    "what runs with its defaults",
+    "replies, segments",
+    "set for it",
+    "besides",
 )
 
 
@@ -32,19 +35,12 @@ def row_of(program: Program) -> str:
         ", ".join(settings) or "-",
         program.needs or "-",
     ]
-    return f"| {' | '.join(cells)} |"
+    return row(cells)
 
 
 def written_page(text: str) -> str:
     """The page with the table below "### Programs" replaced."""
-    table = "\n".join([*_HEAD, *map(row_of, PROGRAMS)]) + "\n"
-    text, count = re.subn(
-        r"(### Programs\n\n)(?:\|[^\n]*\n)*",
-        lambda match: match[1] + table,
-        text,
-    )
-    assert count == 1
-    return text
+    return replace_table(text, "### Programs", _COLUMNS, list(map(row_of, PROGRAMS)))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.unit.episodes.conformance import FAMILIES, Family, outcome
+from tests.unit.pages.table import replace_table, row
 
 PAGE = Path(__file__).parents[3] / "docs" / "EPISODES.md"
-_HEAD = (
-    "| model | template | 3 user turns | 20 tool calls | a user turn behind them | thoughts |",
-    "|---|---|---|---|---|---|",
+_COLUMNS = (
+    "model",
+    "template",
+    "3 user turns",
+    "20 tool calls",
+    "a user turn behind them",
+    "thoughts",
 )
 
 
@@ -22,19 +26,12 @@ def row_of(family: Family) -> str:
     source = {"mistral": "mistral-common", "smollm2": "the model"}
     where = source.get(family.source, f"TRL, {family.source}")
     cells = [family.label, where, *outcome(family)]
-    return f"| {' | '.join(cells)} |"
+    return row(cells)
 
 
 def written_page(text: str) -> str:
     """The page with the table below "### Chat templates" replaced."""
-    table = "\n".join([*_HEAD, *map(row_of, FAMILIES)]) + "\n"
-    text, count = re.subn(
-        r"(### Chat templates\n\n)(?:\|[^\n]*\n)*",
-        lambda match: match[1] + table,
-        text,
-    )
-    assert count == 1
-    return text
+    return replace_table(text, "### Chat templates", _COLUMNS, list(map(row_of, FAMILIES)))
 
 
 if __name__ == "__main__":
