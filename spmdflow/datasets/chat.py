@@ -88,12 +88,15 @@ class ChatTemplate:
         self._trusted_roles = frozenset(trusted_roles)
         self._special = _special_texts(tokenizer)
         self._pattern = _pattern_of(self._special)
+        self._json_pattern = _pattern_of([json.dumps(text)[1:-1] for text in self._special])
+        """Finds special tokens in JSON, which writes some characters in another way."""
         self._request_arguments: dict[str, Any] = {}
         """Those of `with_arguments`. Special tokens in their texts stay text."""
         self._variants: dict[str, ChatTemplate] = {}
         """Further arguments as JSON -> the template with them."""
-        self._recent: dict[str, str] = {}
-        """What was rendered recently -> its text: a conversation is often rendered again soon."""
+        self._recent: tuple[tuple[str, str], ...] = ()
+        """(messages and tools as JSON, rendered text) of the last conversations: one is often
+        rendered again soon."""
 
     def with_arguments(self, arguments: Mapping[str, Any] | None) -> ChatTemplate:
         """Return the template with further arguments, which replace those of `__init__`.
@@ -114,7 +117,7 @@ class ChatTemplate:
             variant = copy(self)
             variant._request_arguments = changed
             variant._variants = {}
-            variant._recent = {}
+            variant._recent = ()
         recent = list(self._variants.items())[1 - _MOST_VARIANTS :]
         self._variants = dict([*recent, (key, variant)])
         return variant
@@ -147,17 +150,27 @@ class ChatTemplate:
             key = json.dumps([messages, tools, answered])
         except (TypeError, ValueError, RecursionError):
             return self._render_hidden(messages, answered, tools)
-        text = self._recent.get(key)
-        if text is None:
+        for known, text in self._recent:
+            if known == key:
+                return text
+        if self._has_special_texts(key):
             text = self._render_hidden(messages, answered, tools)
-            recent = list(self._recent.items())[1 - _MOST_RECENT :]
-            self._recent = dict([*recent, (key, text)])  # replaced: other threads may read it
+        else:
+            text = self._render(messages, answered, tools, {})
+        # replaced, never modified: other threads may read it
+        self._recent = (*self._recent[1 - _MOST_RECENT :], (key, text))
         return text
+
+    def _has_special_texts(self, document: str) -> bool:
+        """Whether there may be texts to hide in this JSON document, or in a request's arguments."""
+        if self._request_arguments:
+            return True
+        return self._json_pattern is not None and self._json_pattern.search(document) is not None
 
     def _render_hidden(
         self, messages: list[Message], answered: bool, tools: list[Any] | None
     ) -> str:
-        """See `render`, which remembers the last texts."""
+        """See `render`: with placeholders for the texts of special tokens."""
         hidden = []
         for message in messages:
             is_trusted = message.get("role") in self._trusted_roles
@@ -345,7 +358,7 @@ def _special_texts(tokenizer: Any) -> tuple[str, ...]:
     return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
 
-def _pattern_of(texts: tuple[str, ...]) -> re.Pattern[str] | None:
+def _pattern_of(texts: Sequence[str]) -> re.Pattern[str] | None:
     if texts:
         return re.compile("|".join(map(re.escape, texts)))
     return None

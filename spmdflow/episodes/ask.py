@@ -172,6 +172,8 @@ def warn_of_ignored(body: Mapping[str, Any], supported: Set[str], warned_fields:
 
     warned_fields: names of fields that were logged; names are added.
     """
+    if body.keys() <= supported:
+        return
     unknown = sorted(body.keys() - supported - warned_fields)
     for name in unknown[: max(0, _MOST_WARNINGS - len(warned_fields))]:
         warned_fields.add(name)

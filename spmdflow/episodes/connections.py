@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Connections:
 
         Returns whether any was closed.
         """
-        surplus = list(group)[: max(0, len(group) - limit)]
+        surplus = list(islice(group, max(0, len(group) - limit)))
         for connection in surplus:
             self._close_one(connection)
         return len(surplus) > 0

@@ -44,7 +44,7 @@ from spmdflow.episodes.guided import GuidedReplies
 from spmdflow.episodes.http import ClientLeft, HttpConnection, HttpRequest, MalformedRequest
 from spmdflow.episodes.messages import MessagesDialect
 from spmdflow.episodes.named_model import NamedModels
-from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest
+from spmdflow.episodes.pending import AbandonedRequest, GenerationRequest, LoopCalls
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.episodes.responses import ResponsesDialect
 from spmdflow.episodes.server_call import ServerCalls
@@ -142,6 +142,8 @@ class Endpoint:
         """Becomes readable when the inbox has a new item."""
         self.wake.setblocking(False)
         self._waker.setblocking(False)
+        self._is_awake = False
+        """Whether `wake` is readable, so that it need not be made so."""
         self._episodes: dict[str, RunningEpisode] = {}
         """By id."""
         self._owners: dict[str, RunningEpisode] = {}
@@ -150,14 +152,18 @@ class Endpoint:
         self._connections = Connections(self._limits)
         self._models = models or NamedModels()
         self._servers = ServerCalls(server_keys)
+        self._loop = asyncio.new_event_loop()
         self._replies = ReplyGenerator(
-            guided or GuidedReplies(), self._post, self._models, self._servers
+            guided or GuidedReplies(),
+            self._post,
+            self._models,
+            self._servers,
+            LoopCalls(self._loop),
         )
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
         self._tls_warning = RareWarning()
         self._address = address or open_address(EndpointConfig())
-        self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(self._listen())
         self.port: int = self._address.port
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
@@ -234,9 +240,23 @@ class Endpoint:
         self.notify()
 
     def notify(self) -> None:
-        """Makes `wake` readable. Safe in any thread."""
+        """Makes `wake` readable until `take_all` is called. Safe in any thread."""
+        if self._is_awake:
+            return
+        self._is_awake = True
         with suppress(BlockingIOError):  # the buffer is full, so the reader wakes up anyway
             self._waker.send(b".")
+
+    def take_all(self) -> list[InboxItem]:
+        """Empties the inbox, in order, after which `wake` is not readable."""
+        self._is_awake = False  # first: what comes from now on makes it readable again
+        with suppress(BlockingIOError):
+            self.wake.recv(1 << 16)
+        items = []
+        with suppress(queue.Empty):
+            while True:
+                items.append(self.inbox.get_nowait())
+        return items
 
     async def _serve(self, http: HttpConnection) -> None:
         """Serves the requests of one connection, one after another, until it is closed.

@@ -22,6 +22,7 @@ from spmdflow.episodes.partial import PartialText
 from spmdflow.episodes.pending import (
     AbandonedRequest,
     GenerationRequest,
+    LoopCalls,
     PendingChoices,
     PendingReply,
 )
@@ -122,13 +123,15 @@ class ReplyGenerator:
         post: Callable[[GenerationRequest | AbandonedRequest], None],
         models: NamedModels,
         servers: ServerCalls,
+        calls: LoopCalls,
     ) -> None:
         """post: hands a request to the generator's thread. models: those besides the policy.
-        servers: calls those that run outside."""
+        servers: calls those that run outside. calls: of the generator's thread, with replies."""
         self.models = models
         self._servers = servers
         self._guided = guided
         self._post = post
+        self._calls = calls
         self._warned_fields: set[str] = set()
 
     def read(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> ModelRequest:
@@ -224,7 +227,7 @@ class ReplyGenerator:
         ask = request.ask
         turns = recorder.begin_choices(ask)
         names = recorder.name_choices(turns)
-        choices = PendingChoices(ask.num_choices)
+        choices = PendingChoices(self._calls, ask.num_choices)
         ids = turns[0].ids
         streams: list[EventStream] = []
         visible: PartialText | None = None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from spmdflow.config.episode_models import POLICY
 from spmdflow.data.row_id import seed_of
 from spmdflow.episodes.credit import CreditedSegment, CreditRule, credit_segments
-from spmdflow.episodes.endpoint import Endpoint, InboxItem
+from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.frozen import FrozenModels
 from spmdflow.episodes.generation import ModelUse, OtherModels
 from spmdflow.episodes.judgement import EPISODES
@@ -223,18 +221,14 @@ class ReplicaLeader:
         Appends all generation requests to `new_requests`, in order, and aborts those whose clients
         have left.
         """
-        with suppress(BlockingIOError):
-            self._endpoint.wake.recv(1 << 16)
         causes = {}
-        with suppress(queue.Empty):
-            while True:
-                item: InboxItem = self._endpoint.inbox.get_nowait()
-                if isinstance(item, GenerationRequest):
-                    new_requests.append(item)
-                elif isinstance(item, AbandonedRequest):
-                    self._abandon(item, new_requests)
-                elif self._names.get(item.number) == item.name:
-                    causes[item.number] = item.cause
+        for item in self._endpoint.take_all():
+            if isinstance(item, GenerationRequest):
+                new_requests.append(item)
+            elif isinstance(item, AbandonedRequest):
+                self._abandon(item, new_requests)
+            elif self._names.get(item.number) == item.name:
+                causes[item.number] = item.cause
         return causes
 
     def _abandon(self, item: AbandonedRequest, new_requests: list[GenerationRequest]) -> None:

@@ -7,7 +7,9 @@ tokens back into the event loop, all at once or, for a stream, as they are drawn
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from spmdflow.config.episode_models import POLICY
@@ -68,30 +70,53 @@ class RequestNotAdded(Exception):
         super().__init__(f"the generator rejects it ({type(cause).__name__}: {cause})")
 
 
+class LoopCalls:
+    """Calls of other threads that wait for the event loop, which is woken once for all of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+        """Whether the loop will make the calls that wait."""
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Has the loop make this call, after those that were added before. Safe in any thread."""
+        self._waiting.append(call)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._make_all)
+
+    def _make_all(self) -> None:
+        self._is_scheduled = False  # first: a call that comes from now on schedules this again
+        while self._waiting:
+            self._waiting.popleft()()
+
+
 class PendingReply:
     """A reply that is being generated, as the event loop sees it."""
 
-    def __init__(self, changed: asyncio.Event) -> None:
+    def __init__(self, calls: LoopCalls, changed: asyncio.Event) -> None:
         """changed: set when there are new tokens, or the reply is done."""
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
+        self.future: asyncio.Future[VersionedResponse | None]
+        self.future = asyncio.get_running_loop().create_future()
         self.tokens: list[int] = []
         """Those so far, if they are asked for."""
         self.is_new = False
         """Whether the tokens have changed since a reader has set this to False."""
+        self._calls = calls
         self._changed = changed
 
     def done(self, drawn: VersionedResponse | None) -> None:
         """See GenerationRequest.done."""
-        self._loop.call_soon_threadsafe(self.finish, drawn)
+        self._calls.add(partial(self.finish, drawn))
 
     def fail(self, err: Exception) -> None:
         """See GenerationRequest.fail."""
-        self._loop.call_soon_threadsafe(self._fail, err)
+        self._calls.add(partial(self._fail, err))
 
     def progress(self, tokens: list[int]) -> None:
         """See GenerationRequest.progress."""
-        self._loop.call_soon_threadsafe(self._show, tokens)
+        self._calls.add(partial(self._show, tokens))
 
     def finish(self, drawn: VersionedResponse | None) -> None:
         """Ends the reply, unless it has ended; None: it was aborted. Called in the event loop."""
@@ -115,11 +140,11 @@ class PendingReply:
 class PendingChoices:
     """The replies to one request that are being generated."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, calls: LoopCalls, count: int) -> None:
         self._changed = asyncio.Event()
         self.replies: list[PendingReply] = []
         for _ in range(count):
-            self.replies.append(PendingReply(self._changed))
+            self.replies.append(PendingReply(calls, self._changed))
 
     def have_ended(self) -> bool:
         """Whether all replies have ended."""

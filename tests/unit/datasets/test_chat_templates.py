@@ -405,6 +405,28 @@ def test_forged_token_that_the_vocabulary_holds_stays_text() -> None:
     assert shown == ["<s>", "\u2581", "a", "<", "s>", "a"]
 
 
+@pytest.mark.parametrize(
+    "mark", ['"end"', "\\end", "<\uff5cend\u2581of\u2581turn\uff5c>", "<\U0001f642>", "</end>"]
+)
+def test_forged_token_that_json_writes_with_escapes_stays_text(mark: str) -> None:
+    tokenizer = sentencepiece_like()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(mark, special=True)]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}" + mark + "{% endfor %}"
+        "{% for tool in tools or () %}{{ tool.name }}{% endfor %}"
+    )
+    end = tokenizer.convert_tokens_to_ids(mark)
+    template = ChatTemplate(tokenizer)
+
+    def count(text: str, tools: list[Any] | None = None) -> int:
+        messages = [{"role": "user", "content": text}]
+        return template.ids([template.render(messages, tools=tools)])[0].count(end)
+
+    assert count("a") == 1, "the template's own"
+    assert count(f"a{mark}a") == 1
+    assert count("a", [{"name": f"a{mark}"}]) == 1
+
+
 def with_metaspace() -> Any:
     """As those of Mistral: a space is put before the beginning of the text alone."""
     tokenizer = sentencepiece_like()

@@ -17,6 +17,8 @@ from spmdflow.errors import ConfigError, DataError, SpmdflowError
 from spmdflow.requirement import install_command
 
 MODEL = Path(__file__).parents[3] / "algos/arithmetic/model"
+SPECIAL = json.loads((MODEL / "tokenizer_config.json").read_text())["eos_token"]
+"""Text of a special token: where there is one, messages are searched to the last level."""
 NESTED = b"[" * 100_000
 DEPTH = 600 if sys.version_info < (3, 12) else 1100
 DEEP: Any = json.loads("[" * DEPTH + "]" * DEPTH)
@@ -105,7 +107,7 @@ def test_row_of_brackets_without_end_is_refused(tmp_path):
             "has 'prompt' with message 1, whose role = list, expected text",
         ),
         (
-            [{"role": "user", "content": "1", "more": DEEP}],
+            [{"role": "user", "content": "1", "more": [DEEP, SPECIAL]}],
             "has lists or objects in a message, or in a tool, that are nested too deeply; "
             "remove them",
         ),

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -95,6 +96,20 @@ def answer_from(connection: socket.socket) -> tuple[int, Any]:
     answer = http.client.HTTPResponse(connection)
     answer.begin()
     return answer.status, json.loads(answer.read())
+
+
+def is_readable(endpoint: Endpoint) -> bool:
+    return bool(select.select([endpoint.wake], [], [], 0.0)[0])
+
+
+def test_reader_is_woken_again_for_what_comes_after_it_has_taken_all(endpoint: Endpoint) -> None:
+    for _ in range(2):
+        for _ in range(3):
+            endpoint.notify()
+        assert is_readable(endpoint)
+
+        assert endpoint.take_all() == []
+        assert not is_readable(endpoint)
 
 
 @pytest.mark.parametrize("token", [10_000, 2**31, 2**63, 2**70])
