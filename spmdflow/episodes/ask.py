@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +61,7 @@ def _shorten(text: str, max_letters: int) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-@dataclass(frozen=True)
-class ToolChoice:
+class ToolChoice(NamedTuple):
     """Which calls a reply must have."""
 
     name: str = ""
@@ -79,8 +77,7 @@ class EarlierReply(NamedTuple):
     """Those that its request offered."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A request for a chat or a completion."""
 
     messages: list[Message]
@@ -130,8 +127,7 @@ class Ask:
         return self.stop
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A recorded reply, from which the answer is built."""
 
     name: str

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spmdflow.config.episode_models import EpisodeModel, ServerModel
@@ -146,7 +146,7 @@ class ReplyGenerator:
             fields, sampling = take_sampling(fields)
         ask = dialect.parse(fields, past=episode.past, warned_fields=self._warned_fields)
         if model is not None:
-            ask = replace(ask, model=model.name)
+            ask = ask._replace(model=model.name)
         return ModelRequest(ask, model, sampling)
 
     def count_tokens(self, dialect: ApiDialect, body: bytes, episode: RunningEpisode) -> int:
@@ -176,7 +176,7 @@ class ReplyGenerator:
         for name in arguments:
             if not chat.reads(name):
                 warn_of_ignored({f"chat_template_kwargs.{name}": 0}, set(), self._warned_fields)
-        return replace(ask, template_arguments=arguments or None)
+        return ask._replace(template_arguments=arguments or None)
 
     async def reply(
         self,
@@ -197,7 +197,7 @@ class ReplyGenerator:
         request = self.read(dialect, body, episode)
         model = request.model
         if speaker:
-            request = request._replace(ask=replace(request.ask, name=speaker))
+            request = request._replace(ask=request.ask._replace(name=speaker))
         if model is None:
             await self._generate(episode, request, dialect, http)
             return

@@ -7,7 +7,7 @@ writes calls, which the run's settings say (`tool_parser`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -69,7 +69,7 @@ class GuidedReplies:
         if ask.top_log_probs and not self.is_guided:
             raise _unguided("top_logprobs")
         if ask.choice is not None:
-            ask = replace(ask, grammar=self._calls(ask))
+            ask = ask._replace(grammar=self._calls(ask))
         elif ask.one_call and self.style != "qwen_3":
             raise Refusal(
                 f"parallel_tool_calls: got False with calls in the form of "

@@ -238,8 +238,8 @@ class HttpConnection(asyncio.Protocol):
         if not isinstance(event, h11.Request):
             raise ClientLeft
         headers = {}
-        for name, value in event.headers:
-            headers[name.decode("latin-1")] = value.decode("latin-1")
+        for name, value in event.headers.raw_items():
+            headers[name.decode("latin-1").lower()] = value.decode("latin-1")
         method = event.method.decode("latin-1")
         return HttpRequest(method, event.target.decode("latin-1"), headers)
 

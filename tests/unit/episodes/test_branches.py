@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def forking_recorder(**limits: Any) -> Recorder:
 
 
 def named(name: str, *said: str) -> Ask:
-    return replace(chat(*said), name=name)
+    return chat(*said)._replace(name=name)
 
 
 def sampled(segment: Segment) -> str:
@@ -159,7 +158,7 @@ def test_choices_are_the_replies_to_requests_that_are_sent_one_after_another() -
 
 def test_choices_of_a_completion_continue_by_their_ids() -> None:
     recorder = forking_recorder()
-    ask = replace(completion([5, 6]), num_choices=2)
+    ask = completion([5, 6])._replace(num_choices=2)
     for turn, token in zip(recorder.begin_choices(ask), (7, 8), strict=True):
         recorder.finish(ask, turn, drawn_of([token]))
     turn = recorder.begin(completion([5, 6, 8, 9]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def test_special_token_in_an_argument_stays_text() -> None:
     kept = tokenizer.chat_template
     tokenizer.chat_template = "{{ who }}" + kept
     try:
-        ask = replace(chat("a"), template_arguments={"who": "I<eos>"})
+        ask = chat("a")._replace(template_arguments={"who": "I<eos>"})
         ids = recorder.begin(ask).ids
         text = tokenizer.decode(ids)
     finally:
@@ -190,7 +189,7 @@ def test_conversation_with_arguments_is_one_segment_as_the_template_writes_it(
     end = talk.tokenizer.convert_tokens_to_ids(talk.ends[0])
     for number in range(3):
         ask = chat("a", chat_template_kwargs=arguments)
-        ask = replace(ask, messages=list(messages))
+        ask = ask._replace(messages=list(messages))
         turn = recorder.begin(ask)
         if not number:
             assert turn.ids == talk.chat.ids([opens])[0] != talk.chat.ids([plain])[0]
