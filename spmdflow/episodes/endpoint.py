@@ -152,6 +152,7 @@ class Endpoint:
         self._connections = Connections(self._limits)
         self._models = models or NamedModels()
         self._servers = ServerCalls(server_keys)
+        self._address = address or open_address(EndpointConfig())
         self._loop = asyncio.new_event_loop()
         self._replies = ReplyGenerator(
             guided or GuidedReplies(),
@@ -163,7 +164,6 @@ class Endpoint:
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
         self._tls_warning = RareWarning()
-        self._address = address or open_address(EndpointConfig())
         self._server = self._loop.run_until_complete(self._listen())
         self.port: int = self._address.port
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
